@@ -1,0 +1,1 @@
+"""The SGLang attention backend: plans batches and calls the tiers. No policy."""

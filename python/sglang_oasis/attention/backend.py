@@ -1,0 +1,222 @@
+"""SGLang attention backend `lookahead_kv`: dense exact prefill on the host pool, sparse decode on the resident tier.
+
+Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `layers/radix_attention.py`
+(RadixAttention), `mem_cache/memory_pool.py` (ReqToTokenPool.attach_aux_cache, req_generation). When upstream changes
+the forward modes or the aux-cache protocol, this file and `row_observer.py` are what to revisit.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import Tensor
+
+from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
+from sglang_oasis.attention.row_observer import RowObserver
+from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.env import DebugEnv
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
+from sglang_oasis.observability.trace import SelectionTrace
+from sglang_oasis.ops.attention import dense_extend_attention, resident_decode_attention
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.integrity import check_integrity
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "lookahead_kv"
+LAST_CHUNKS_ATTRIBUTE = "lookahead_kv_last_chunks"
+"""Attribute of the model runner: per request of the extend batch at hand, whether this is its last prefill chunk."""
+
+
+class LookaheadAttentionBackend(AttentionBackend):
+    """Attention over two tiers.
+
+    Args:
+        runner: the model runner, its pools built.
+        config: the validated configuration.
+        layout: sizes of the tiers.
+        host: the host pool that the runner's KV pool wraps.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: ModelRunner, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> None:
+        super().__init__()
+        _check_model(runner.model)
+        self.config = config
+        self.host = host
+        self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
+        self.controller = LookaheadController(config, self.tier, host)
+        self.max_context_len = runner.model_config.context_len
+        self._runner = runner
+        self._kv_pool = runner.token_to_kv_pool
+        self._rows = runner.req_to_token_pool
+        self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens))
+        debug = DebugEnv.read()
+        self._integrity_interval = debug.integrity_interval
+        self._trace = SelectionTrace(debug.trace_dir, layout) if debug.trace_dir else None
+        self._decode: DecodePlan | None = None
+        self._prefill: PrefillPlan | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        mode = forward_batch.forward_mode
+        self._decode = self._prefill = None
+        if mode.is_decode():
+            self._decode = self._plan_decode(forward_batch)
+        elif mode.is_extend_without_speculative() and not mode.is_mixed():
+            self._prefill = self._plan_prefill(forward_batch)
+        elif not mode.is_idle():
+            raise NotImplementedError(f"lookahead KV cannot run a {mode.name} batch; turn the feature off that makes it.")
+
+    def host_tokens(self) -> tuple[int, int]:
+        """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""
+        return self._runner.max_total_num_tokens, self._runner.token_to_kv_pool_allocator.available_size()
+
+    def check_integrity(self) -> None:
+        """Verify every invariant of the tiers.
+
+        Raises:
+            IntegrityError: names the layer, the row and the invariant.
+        """
+        self.controller.pipeline.drain()
+        size = self.config.block_size
+        check_integrity(
+            self.tier, self.host, lambda row, blocks: host_pages(self._rows.req_to_token, row, blocks * size, size)
+        )
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        plan = self._prefill
+        assert plan is not None
+        query, key, value = _split_heads(layer, q, k, v)
+        index = layer.layer_id - self._kv_pool.start_layer
+        self.host.write(index, forward_batch.out_cache_loc, key, value)
+        self.host.summarise(index, plan.completed_pages)
+        out = torch.empty_like(query)
+        for request in plan.requests:
+            tokens = request.tokens
+            out[tokens] = dense_extend_attention(
+                query[tokens],
+                key[tokens],
+                value[tokens],
+                self.host.kv[index][request.prefix_pages],
+                request.prefix,
+                layer.scaling,
+            )
+            if request.builds:
+                startup = query[tokens][-STARTUP_QUERIES:]
+                self.controller.build(index, request.row, request.window, request.pages, startup, layer.scaling)
+        return out.view(q.shape)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        plan = self._decode
+        assert plan is not None
+        step, scale = plan.step, layer.scaling
+        query, key, value = _split_heads(layer, q, k, v)
+        index = layer.layer_id - self._kv_pool.start_layer
+        self.host.write(index, forward_batch.out_cache_loc, key, value)
+        for cold in plan.cold:
+            pages = step.pages[cold.index, : cold.window.open_block + 1]
+            self.controller.build(index, cold.row, cold.window, pages, query[cold.index, None], scale)
+        self.controller.prepare(index, step, query, key, value, scale)
+        if self._trace:
+            self._trace.record(index, plan, self.tier)
+        selected = self.tier.layers[index].selected
+        out = resident_decode_attention(
+            query, self.tier.layers[index].blocks, step.rows, plan.slots[selected], plan.kv_lengths[selected], scale
+        )
+        self.controller.look_ahead(index, step, query, scale)
+        return out.view(q.shape)
+
+    def _plan_decode(self, forward_batch: ForwardBatch) -> DecodePlan:
+        number = self.controller.counters.decode_steps = self.controller.counters.decode_steps + 1
+        if self._integrity_interval and number % self._integrity_interval == 0:
+            self.check_integrity()
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
+        return plan_decode(
+            self.tier,
+            number=number,
+            rows=rows,
+            generations=self._rows.req_generation[rows].tolist(),
+            lengths=lengths.tolist(),
+            rids=forward_batch.rids or [],
+            req_to_token=self._rows.req_to_token,
+        )
+
+    def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
+        rows = forward_batch.req_pool_indices.tolist()
+        return plan_prefill(
+            self.tier,
+            rows=rows,
+            generations=self._rows.req_generation[rows].tolist(),
+            prefixes=forward_batch.extend_prefix_lens_cpu,
+            new_tokens=forward_batch.extend_seq_lens_cpu,
+            last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
+            req_to_token=self._rows.req_to_token,
+        )
+
+
+def _split_heads(layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat projections -> query [T, H*G, D], key and value [T, H, D]."""
+    if k is None or v is None:
+        raise NotImplementedError(f"lookahead KV cannot serve layer {layer.layer_id}, which reuses another layer's KV.")
+    heads = layer.tp_k_head_num
+    return (
+        q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        k.view(-1, heads, layer.qk_head_dim),
+        v.view(-1, heads, layer.v_head_dim),
+    )
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Refuse attention layers whose semantics the tiers do not implement.
+
+    Raises:
+        LookaheadKVError: names the layer and what it needs.
+    """
+    for module in model.modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        needs = {
+            "a sliding window": module.sliding_window_size > -1,
+            "cross attention": module.is_cross_attention,
+            "non-causal attention": module.attn_type != AttentionType.DECODER,
+            "logit soft-capping": bool(module.logit_cap),
+            "different key and value head sizes": module.qk_head_dim != module.v_head_dim,
+            "position-dependent temperature": module.xai_temperature_len > 0,
+        }
+        for need, present in needs.items():
+            if present:
+                raise LookaheadKVError(
+                    f"--enable-lookahead-kv cannot serve this model: attention layer {module.layer_id} needs {need}; "
+                    f"start it without the flag."
+                )

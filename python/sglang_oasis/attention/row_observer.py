@@ -1,0 +1,36 @@
+"""Hears when SGLang gives up a row, so that its resident set is released at once.
+
+Read from sglang 0.5.23, `mem_cache/memory_pool.py`: ReqToTokenPool calls its aux cache on finish, abort, retraction and
+flush. Nothing depends on this for correctness: a reused row is recognised by its generation.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang_oasis.tier.rows import RowTable
+
+
+class RowObserver:
+    """The aux-cache protocol of ReqToTokenPool.
+
+    Args:
+        rows: the table to keep current.
+        dense_capacity: tokens that SGLang may schedule; the whole host pool, since this cache takes none of it.
+    """
+
+    def __init__(self, rows: RowTable, dense_capacity: int) -> None:
+        self._rows = rows
+        self.dense_capacity = dense_capacity
+
+    def free(self, row: int) -> None:
+        self._rows.release(int(row))
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+    def reset_allocator(self) -> None:
+        """Nothing to do: no allocator of this cache depends on SGLang's."""
+
+    def alloc_to_lengths(self, *, req_pool_indices_cpu: Tensor, target_seq_lens_cpu: Tensor) -> None:
+        """Nothing to do: a row's slots are allocated for its whole life."""

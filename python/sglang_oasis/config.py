@@ -1,0 +1,261 @@
+"""Every knob of lookahead KV: its flag, its default, its validation. The command line is derived from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from sglang_oasis.errors import LookaheadKVError
+
+SUPPORTED_BLOCK_SIZES = (8, 16, 32)
+DEFAULT_BLOCK_SIZE = 16
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One flag: `--{name with dashes}`, the same name as an `sgl.Engine` keyword and as a `--config` key.
+
+    Attributes:
+        name: field name in SGLang's ServerArgs.
+        default: value when the flag is absent.
+        parse: turns the command-line string into the value kept in ServerArgs.
+        help: one line for `--help`.
+        choices: accepted values, None when any value is parsed.
+    """
+
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def _number_or_auto(text: str) -> float | str:
+    return AUTO if text == AUTO else float(text)
+
+
+ENABLE_FLAG = "enable_lookahead_kv"
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        "lookahead_kv_budget_tokens",
+        2048,
+        int,
+        "Selected tokens per KV head and layer that stay on the device; a multiple of the page size.",
+    ),
+    Knob("lookahead_kv_recent_tokens", 16, int, "Newest completed tokens that always stay on the device."),
+    Knob("lookahead_kv_sink_tokens", 0, int, "First tokens that always stay on the device, inside the budget."),
+    Knob(
+        "lookahead_kv_fetch_ratio",
+        0.05,
+        _number_or_auto,
+        "Blocks fetched ahead per KV head, layer and step, as a fraction of the budget; 'auto' adapts (not yet).",
+    ),
+    Knob(
+        "lookahead_kv_source",
+        AUTO,
+        str,
+        "Query that predicts the next step's blocks; only 'last-query' is available today and 'auto' picks it.",
+        (AUTO, "draft", "dual", "last-query"),
+    ),
+    Knob(
+        "lookahead_kv_miss_policy",
+        "drop",
+        str,
+        "drop: attend to what is resident; fetch: load what the true query selects before attending.",
+        ("drop", "fetch"),
+    ),
+    Knob("lookahead_kv_selector", "minmax", str, "How blocks are scored from their summaries."),
+    Knob(
+        "lookahead_kv_host_gb",
+        AUTO,
+        _number_or_auto,
+        "Host memory per rank for the full KV cache in GB (10^9 bytes); auto = half of what is free.",
+    ),
+    Knob(
+        "lookahead_kv_device_gb",
+        AUTO,
+        _number_or_auto,
+        "Device memory per rank for resident blocks and summaries in GB (10^9 bytes); it sets max_running_requests. "
+        "auto = SGLang's own KV budget on a GPU, a quarter of the free memory on a CPU.",
+    ),
+    Knob("lookahead_kv_dense_layers", "", str, "Layers that keep every block on the device, e.g. '0,1'."),
+    Knob(
+        "lookahead_kv_audit_interval",
+        0,
+        int,
+        "Measure the true recall every N steps (not yet available; 0 = off).",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class LookaheadKVConfig:
+    """Validated configuration; the only form in which the rest of the package sees the flags.
+
+    Attributes:
+        budget_tokens: selected tokens per KV head and layer (K*B).
+        recent_tokens: always-resident tail besides the open block, in tokens.
+        sink_tokens: always-resident head inside the budget, in tokens.
+        fetch_ratio: fetch cap as a fraction of K, in (0, 1].
+        source: lookahead query source, resolved ("last-query").
+        miss_policy: "drop" or "fetch".
+        selector: name of a registered selector.
+        host_gb: L2 bytes per rank / 10^9, None = automatic.
+        device_gb: L1 bytes per rank / 10^9, None = automatic.
+        dense_layers: layer ids that keep every block on the device.
+        block_size: tokens per block (SGLang's page size).
+    """
+
+    budget_tokens: int = 2048
+    recent_tokens: int = 16
+    sink_tokens: int = 0
+    fetch_ratio: float = 0.05
+    source: str = "last-query"
+    miss_policy: str = "drop"
+    selector: str = "minmax"
+    host_gb: float | None = None
+    device_gb: float | None = None
+    dense_layers: tuple[int, ...] = ()
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    @property
+    def selected_blocks(self) -> int:
+        """K: selected blocks per KV head and layer."""
+        return self.budget_tokens // self.block_size
+
+    @property
+    def recent_blocks(self) -> int:
+        return -(-self.recent_tokens // self.block_size)
+
+    @property
+    def sink_blocks(self) -> int:
+        return -(-self.sink_tokens // self.block_size)
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any], block_size: int = DEFAULT_BLOCK_SIZE) -> LookaheadKVConfig:
+        """Validate raw flag values.
+
+        Args:
+            flags: knob name -> value, as SGLang's ServerArgs holds them; absent names take their default.
+            block_size: SGLang's page size in tokens.
+
+        Raises:
+            LookaheadKVError: one sentence naming the flag, its value and the remedy.
+        """
+        value = {knob.name: flags.get(knob.name, knob.default) for knob in KNOBS}
+        _reject_what_comes_later(value)
+        for knob in KNOBS:
+            if knob.choices is not None and value[knob.name] not in knob.choices:
+                _refuse(knob.name, value[knob.name], f"use one of {', '.join(knob.choices)}")
+        config = cls(
+            budget_tokens=_positive_int(value, "lookahead_kv_budget_tokens"),
+            recent_tokens=_count(value, "lookahead_kv_recent_tokens"),
+            sink_tokens=_count(value, "lookahead_kv_sink_tokens"),
+            fetch_ratio=_ratio(value, "lookahead_kv_fetch_ratio"),
+            miss_policy=value["lookahead_kv_miss_policy"],
+            selector=value["lookahead_kv_selector"],
+            host_gb=_gigabytes(value, "lookahead_kv_host_gb"),
+            device_gb=_gigabytes(value, "lookahead_kv_device_gb"),
+            dense_layers=_layer_ids(value, "lookahead_kv_dense_layers"),
+            block_size=block_size,
+        )
+        _check_blocks(config)
+        return config
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise LookaheadKVError when a dense layer does not exist in a model of `num_layers` layers."""
+        absent = [layer for layer in self.dense_layers if layer >= num_layers]
+        if absent:
+            _refuse("lookahead_kv_dense_layers", absent[0], f"the model has layers 0 to {num_layers - 1}")
+
+
+def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
+    flag = "--" + name.replace("_", "-")
+    raise LookaheadKVError(f"{flag} {value} is not possible: {remedy}.")
+
+
+def _reject_what_comes_later(value: Mapping[str, Any]) -> None:
+    if value["lookahead_kv_source"] in ("draft", "dual"):
+        _refuse(
+            "lookahead_kv_source",
+            value["lookahead_kv_source"],
+            "this version predicts from the last query only, use last-query or auto",
+        )
+    if value["lookahead_kv_fetch_ratio"] == AUTO:
+        _refuse("lookahead_kv_fetch_ratio", AUTO, "this version has no adaptive cap, give a number in (0, 1]")
+    if value["lookahead_kv_audit_interval"]:
+        _refuse(
+            "lookahead_kv_audit_interval",
+            value["lookahead_kv_audit_interval"],
+            "this version has no online audit, leave it at 0",
+        )
+
+
+def _int(value: Mapping[str, Any], name: str, least: int, remedy: str) -> int:
+    number = value[name]
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        _refuse(name, number, remedy)
+    return number
+
+
+def _positive_int(value: Mapping[str, Any], name: str) -> int:
+    return _int(value, name, 1, "give a whole number of tokens, at least one page")
+
+
+def _count(value: Mapping[str, Any], name: str) -> int:
+    return _int(value, name, 0, "give a whole number of tokens, 0 or more")
+
+
+def _float(value: Mapping[str, Any], name: str, remedy: str) -> float:
+    try:
+        return float(value[name])
+    except (TypeError, ValueError):
+        _refuse(name, value[name], remedy)
+
+
+def _ratio(value: Mapping[str, Any], name: str) -> float:
+    remedy = "give a number above 0 and at most 1"
+    ratio = _float(value, name, remedy)
+    if not 0 < ratio <= 1:
+        _refuse(name, value[name], remedy)
+    return ratio
+
+
+def _gigabytes(value: Mapping[str, Any], name: str) -> float | None:
+    if value[name] in (AUTO, None):
+        return None
+    remedy = "give a number of gigabytes above 0, or auto"
+    gigabytes = _float(value, name, remedy)
+    if not 0 < gigabytes < float("inf"):
+        _refuse(name, value[name], remedy)
+    return gigabytes
+
+
+def _layer_ids(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in str(value[name]).split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        _refuse(name, value[name], "give layer numbers separated by commas, e.g. 0,1")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _check_blocks(config: LookaheadKVConfig) -> None:
+    if config.block_size not in SUPPORTED_BLOCK_SIZES:
+        sizes = ", ".join(map(str, SUPPORTED_BLOCK_SIZES))
+        raise LookaheadKVError(f"--page-size {config.block_size} is not possible with lookahead KV: use one of {sizes}.")
+    if config.budget_tokens % config.block_size:
+        _refuse(
+            "lookahead_kv_budget_tokens", config.budget_tokens, f"give a multiple of the page size {config.block_size}"
+        )
+    if config.sink_blocks >= config.selected_blocks:
+        _refuse(
+            "lookahead_kv_sink_tokens",
+            config.sink_tokens,
+            f"it must leave at least one page of the budget of {config.budget_tokens} tokens to select from",
+        )

@@ -1,0 +1,33 @@
+"""Environment variables for debugging and research; production needs none of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_oasis.errors import LookaheadKVError
+
+
+@dataclass(frozen=True)
+class DebugEnv:
+    """Debug switches, read once per scheduler process.
+
+    Attributes:
+        trace_dir: `SGLANG_OASIS_TRACE_DIR`, a folder that receives the selection of every decode step, or None.
+        integrity_interval: `SGLANG_OASIS_CHECK_INTEGRITY`, check every invariant of the tiers each N decode steps
+            (0: never). A violated invariant ends the scheduler.
+    """
+
+    trace_dir: Path | None
+    integrity_interval: int
+
+    @classmethod
+    def read(cls) -> DebugEnv:
+        interval = os.environ.get("SGLANG_OASIS_CHECK_INTEGRITY", "0")
+        if not interval.isdigit():
+            raise LookaheadKVError(
+                f"SGLANG_OASIS_CHECK_INTEGRITY must be a number of decode steps (0 = off), got {interval!r}."
+            )
+        trace_dir = os.environ.get("SGLANG_OASIS_TRACE_DIR")
+        return cls(trace_dir=Path(trace_dir) if trace_dir else None, integrity_interval=int(interval))

@@ -1,0 +1,1 @@
+"""What operators see: counters, /lookahead_kv/stats, Prometheus, the selection trace."""

@@ -1,0 +1,62 @@
+"""The start-up summary and the statistics, both read off the attention backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang_oasis.attention.backend import LookaheadAttentionBackend
+
+
+def start_up_summary(backend: LookaheadAttentionBackend) -> str:
+    """One block that a human can check, logged when the tiers are built."""
+    config, layout, tier = backend.config, backend.tier.layout, backend.tier
+    tokens = (backend.host.num_pages - 1) * layout.block_size
+    per_row = layout.step_bytes(config.fetch_ratio)
+    lines = [
+        "Lookahead KV is on",
+        f"  host KV          {tokens} tokens, {_gb(backend.host.nbytes)} with summaries",
+        f"  rows             {tier.num_rows - 1} requests decode at once",
+        f"  device           {_gb(tier.num_rows * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
+        f"of which summaries {_mb(layout.row_summary_bytes)}",
+        f"  budget           {config.budget_tokens} tokens per KV head and layer "
+        f"({config.selected_blocks} blocks of {config.block_size}), {layout.recent_blocks} recent, "
+        f"{layout.sink_blocks} sink, dense layers {list(config.dense_layers)}",
+        f"  step             at most {_mb(per_row)} fetched ahead per row (ratio {config.fetch_ratio}), "
+        f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}",
+    ]
+    return "\n".join(lines)
+
+
+def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
+    """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field."""
+    tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline
+    counters = dataclasses.asdict(backend.controller.counters)
+    capacity, free = backend.host_tokens()
+    return {
+        "config": dataclasses.asdict(backend.config),
+        "rows": {"capacity": tier.num_rows - 1, "active": len(tier.rows)},
+        "host_tokens": {"capacity": capacity, "used": capacity - free},
+        "bytes": {
+            "host_capacity": backend.host.nbytes,
+            "device_capacity": tier.num_rows * layout.row_bytes,
+            "resident": tier.used_bytes,
+            "summaries": tier.used_summary_bytes,
+            "step_budget": layout.step_bytes(backend.config.fetch_ratio),
+        },
+        "counters": {
+            **counters,
+            "bytes_fetched": counters["blocks_fetched"] * layout.chunk_bytes,
+            "stalls": pipeline.stalls,
+        },
+        "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},
+        "recall": None,
+    }
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

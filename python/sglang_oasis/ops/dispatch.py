@@ -1,0 +1,42 @@
+"""Chooses the implementation of an op by the device of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DeviceOp(Generic[P, R]):
+    """A function with a plain-torch reference that a device type can override.
+
+    The device of the first tensor argument decides; devices without an override run the reference.
+    """
+
+    def __init__(self, reference: Callable[P, R]) -> None:
+        self.reference = reference
+        self.__doc__ = reference.__doc__
+        self.__name__ = reference.__name__
+        self._by_device: dict[str, Callable[P, R]] = {}
+
+    def register(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorator: use the decorated function for tensors on `device_type` ("cpu", "cuda")."""
+
+        def decorate(implementation: Callable[P, R]) -> Callable[P, R]:
+            self._by_device[device_type] = implementation
+            return implementation
+
+        return decorate
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "")
+        return self._by_device.get(device, self.reference)(*args, **kwargs)
+
+
+def device_op(reference: Callable[P, R]) -> DeviceOp[P, R]:
+    """Decorator that turns a plain-torch reference into a dispatched op."""
+    return DeviceOp(reference)

@@ -1,0 +1,1 @@
+"""The out-of-tree CPU platform."""

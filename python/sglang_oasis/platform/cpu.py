@@ -1,0 +1,35 @@
+"""Serves with the stock wheel on any x86-64 or arm64 CPU, without CUDA, AMX or a compiled CPU kernel package.
+
+Read from sglang 0.5.23: `platforms/interface.py` (SRTPlatform), `platforms/cpu.py` (CpuDeviceMixin). As an out-of-tree
+platform with default capabilities SGLang takes its torch-native allocator, writers and samplers. Remove this when the
+in-tree CPU platform runs without its kernel package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+ATTENTION_BACKEND = "torch_native"
+
+
+class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU on which every op is plain torch."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_device(self, device_id: int = 0) -> str:
+        # A string as in DeviceMixin: SGLang splits it at ":" when --device is not given.
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # SGLang fills in intel_amx on x86-64, which needs its CPU kernel package.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = ATTENTION_BACKEND

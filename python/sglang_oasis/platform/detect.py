@@ -1,0 +1,16 @@
+"""Decides whether this machine needs the CPU platform."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def cpu_platform_wanted() -> bool:
+    """True on a machine with no accelerator, unless SGLang's own CPU engine was asked for."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return False
+    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
+        return False
+    return not (hasattr(torch, "npu") and torch.npu.is_available())

@@ -1,0 +1,53 @@
+"""When the seams are installed: as soon as both the plugins are loaded and a ServerArgs asks for lookahead KV.
+
+In the launcher the plugins are loaded first and the ServerArgs follows; in a child process the ServerArgs is unpickled
+with the process's arguments, before the plugins are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from sglang_oasis.errors import LookaheadKVError
+
+_requested = False
+_plugins_loaded = False
+_installed = False
+
+
+def request() -> None:
+    """A ServerArgs with lookahead KV exists in this process."""
+    global _requested
+    _requested = True
+    _install_when_due()
+
+
+def plugins_loaded() -> None:
+    """SGLang has called the plugin's entry point in this process."""
+    global _plugins_loaded
+    _plugins_loaded = True
+    _install_when_due()
+
+
+def _install_when_due() -> None:
+    global _installed
+    if _installed or not (_requested and _plugins_loaded):
+        return
+    _installed = True
+    from sglang_oasis.seams import catalogue
+
+    catalogue.install()
+    sys.excepthook = _print_sentence(sys.excepthook)
+
+
+def _print_sentence(previous):  # type: ignore[no-untyped-def]
+    """An uncaught LookaheadKVError ends the program with its sentence alone, without a traceback."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, LookaheadKVError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, traceback)
+
+    return hook

@@ -1,0 +1,45 @@
+"""Registers the attention backend.
+
+Read from sglang 0.5.23: `layers/attention/attention_registry.register_attention_backend`,
+`arg_groups/choices.ATTENTION_BACKEND_CHOICES`. The factory runs in the scheduler after the pools are built, which makes
+it the place to check that every other seam took.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.observability.report import start_up_summary
+from sglang_oasis.seams import catalogue
+from sglang_oasis.seams.kv_pool import HostKVPool
+from sglang_oasis.seams.server_args import config_of, enabled
+from sglang_oasis.seams.sizing import layout_of_runner
+
+logger = logging.getLogger(__name__)
+
+
+def install() -> None:
+    """Make the backend known under its name."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    register_attention_backend(BACKEND_NAME)(_create)
+    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+        ATTENTION_BACKEND_CHOICES.append(BACKEND_NAME)
+
+
+def _create(runner: Any) -> LookaheadAttentionBackend:
+    catalogue.verify()
+    pool = runner.token_to_kv_pool
+    if not enabled(runner.server_args) or not isinstance(pool, HostKVPool):
+        raise LookaheadKVError(
+            f"--attention-backend {BACKEND_NAME} works only on the host KV pool, found {type(pool).__name__}: "
+            f"select it with --enable-lookahead-kv."
+        )
+    config = config_of(runner.server_args, runner.page_size)
+    backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
+    logger.info("%s", start_up_summary(backend))
+    return backend

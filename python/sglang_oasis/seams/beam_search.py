@@ -1,0 +1,24 @@
+"""Turns beam search away: its member rows exchange their KV without a new row generation.
+
+Read from sglang 0.5.23: `beam_search/coordinator.BeamCoordinator.validate_and_init`, which returns an error message or
+None. AROUND, because the request must be refused before its group is set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.server_args import enabled
+
+
+def _refuse(original: Callable[..., str | None], coordinator: Any, request: Any, received: Any) -> str | None:
+    from sglang.srt.runtime_context import get_server_args
+
+    if enabled(get_server_args()):
+        return "Beam search does not work with --enable-lookahead-kv; leave beam_width at 1."
+    return original(coordinator, request, received)
+
+
+SEAMS = [Seam("beam_search.coordinator.BeamCoordinator.validate_and_init", _refuse, "AROUND")]

@@ -1,0 +1,85 @@
+"""The list of hooks, and the check that each one took: SGLang logs and ignores errors of plugins and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_oasis import SUPPORTED_SGLANG_VERSION
+from sglang_oasis.errors import LookaheadKVError
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A hook on an SGLang symbol.
+
+    Attributes:
+        target: dotted path below `sglang.srt`.
+        hook: the hook function, with the signature that SGLang prescribes for `kind`.
+        kind: "BEFORE", "AFTER" or "AROUND".
+    """
+
+    target: str
+    hook: Callable[..., Any]
+    kind: str
+
+    @property
+    def path(self) -> str:
+        return f"sglang.srt.{self.target}"
+
+
+def seams() -> list[Seam]:
+    """Every hook of this package but the one on ServerArgs."""
+    from sglang_oasis.seams import beam_search, forward_batch, fused_kv_write, http_server, internal_state, kv_pool, sizing
+
+    return [
+        *kv_pool.SEAMS,
+        *sizing.SEAMS,
+        *forward_batch.SEAMS,
+        *fused_kv_write.SEAMS,
+        *beam_search.SEAMS,
+        *internal_state.SEAMS,
+        *http_server.SEAMS,
+    ]
+
+
+def install() -> None:
+    """Register and apply all hooks, the resolution steps and the attention backend."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_oasis.seams import attention_backend, resolution
+
+    _check_version()
+    resolution.install()
+    attention_backend.install()
+    for seam in seams():
+        HookRegistry.register(seam.path, seam.hook, HookType[seam.kind])
+    HookRegistry.apply_hooks()
+
+
+def verify() -> None:
+    """Fail when a hook is not in place.
+
+    Raises:
+        LookaheadKVError: names the symbol.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for seam in seams():
+        hooks = HookRegistry._hooks.get(seam.path, [])
+        if seam.path not in HookRegistry._patched or not any(hook is seam.hook for _, hook, _ in hooks):
+            raise LookaheadKVError(
+                f"--enable-lookahead-kv cannot start: the hook on {seam.path} did not take; install "
+                f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
+            )
+
+
+def _check_version() -> None:
+    from importlib.metadata import version
+
+    found = version("sglang")
+    if found.split("+")[0] != SUPPORTED_SGLANG_VERSION:
+        raise LookaheadKVError(
+            f"--enable-lookahead-kv needs sglang=={SUPPORTED_SGLANG_VERSION}, found {found}: install that version."
+        )

@@ -1,0 +1,34 @@
+"""Adds `GET /lookahead_kv/stats`.
+
+Read from sglang 0.5.23: `entrypoints/http_server._setup_and_run_http_server` (BEFORE: the app exists, no request has
+been served), `tokenizer_manager.get_internal_state` (one answer per data-parallel rank).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.internal_state import STATE_KEY
+from sglang_oasis.seams.server_args import enabled
+
+STATS_PATH = "/lookahead_kv/stats"
+
+
+async def lookahead_kv_stats() -> dict[str, list[Any]]:
+    """Statistics of every data-parallel rank, see docs/observability.md."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    states = await get_global_state().tokenizer_manager.get_internal_state()
+    return {"ranks": [state.get(STATE_KEY) for state in states]}
+
+
+def _add_route(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    known = {getattr(route, "path", None) for route in app.routes}
+    if enabled(server_args) and STATS_PATH not in known:
+        app.add_api_route(STATS_PATH, lookahead_kv_stats, methods=["GET"])
+
+
+SEAMS = [Seam("entrypoints.http_server._setup_and_run_http_server", _add_route, "BEFORE")]

@@ -1,0 +1,31 @@
+"""Adds the lookahead KV statistics to what a scheduler answers to `/server_info` and `/lookahead_kv/stats`.
+
+Read from sglang 0.5.23:
+`managers/scheduler_components/internal_state.SchedulerInternalStateController.get_internal_state`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_oasis.attention.backend import LookaheadAttentionBackend
+from sglang_oasis.observability.report import statistics
+from sglang_oasis.seams.catalogue import Seam
+
+STATE_KEY = "lookahead_kv"
+
+
+def _add_statistics(result: Any, controller: Any, request: Any) -> Any:
+    backend = controller.scheduler.tp_worker.model_runner.attn_backend
+    if isinstance(backend, LookaheadAttentionBackend):
+        result.internal_state[STATE_KEY] = statistics(backend)
+    return result
+
+
+SEAMS = [
+    Seam(
+        "managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        _add_statistics,
+        "AFTER",
+    )
+]

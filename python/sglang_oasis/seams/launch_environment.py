@@ -1,0 +1,80 @@
+"""What a launch needs from the machine: a free port and a whole model folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_oasis.errors import LookaheadKVError
+
+
+def check_port(host: str | None, port: int) -> None:
+    """Refuse a port that something listens on; SGLang itself would notice only after it has loaded the model.
+
+    Raises:
+        LookaheadKVError: the port is in use.
+    """
+    address = host or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise LookaheadKVError(
+                f"port {port} on {address} cannot be used ({error.strerror}): stop what listens there or choose "
+                f"another --port."
+            ) from None
+
+
+def check_model_folder(folder: Path) -> None:
+    """Refuse a model folder with files missing or cut short.
+
+    Only what is there is read: the configuration, the shard index and each safetensors header.
+
+    Raises:
+        LookaheadKVError: names the file.
+    """
+    config = folder / "config.json"
+    try:
+        json.loads(config.read_text())
+    except FileNotFoundError:
+        raise LookaheadKVError(f"{folder} is not a model folder, config.json is missing: check --model-path.") from None
+    except ValueError:
+        raise _damaged(config, "not valid JSON") from None
+    for shard in _shards(folder):
+        _check_safetensors(shard)
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        yield from sorted(folder.glob("*.safetensors"))
+        return
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        raise _damaged(index, "not a valid shard index") from None
+    yield from (folder / name for name in names)
+
+
+def _check_safetensors(shard: Path) -> None:
+    if not shard.exists():
+        raise _damaged(shard, "missing")
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = file.read(header_size) if header_size <= size - 8 else b""
+    try:
+        tensors = json.loads(header)
+        end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _damaged(shard, "its header is cut short") from None
+    if size != 8 + header_size + end:
+        raise _damaged(shard, f"{size} bytes long, its header promises {8 + header_size + end}")
+
+
+def _damaged(file: Path, fault: str) -> LookaheadKVError:
+    return LookaheadKVError(f"the model file {file} is damaged ({fault}): download or convert the model again.")

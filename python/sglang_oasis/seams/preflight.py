@@ -1,0 +1,123 @@
+"""What must be true before a server with lookahead KV starts; checked in the launcher, before a process is spawned.
+
+Read from sglang 0.5.23: field names of ServerArgs, `arg_groups/model_override_base.py` (resolving_view,
+model_config_of), `configs/model_config.ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.lookahead.selector import find_selector
+from sglang_oasis.seams.launch_environment import check_model_folder, check_port
+from sglang_oasis.seams.server_args import config_of
+
+# Field of ServerArgs -> values with which lookahead KV works. The flag is the field's name with dashes.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "attention_backend": (None,),
+    "prefill_attention_backend": (None,),
+    "decode_attention_backend": (None,),
+    "disaggregation_mode": ("null",),
+    "speculative_algorithm": (None,),
+    "enable_hierarchical_cache": (False,),
+    "enable_hisparse": (False,),
+    "enable_mixed_chunk": (False,),
+    "enable_unified_memory": (False,),
+    "enable_unified_cache_external_linker": (False,),
+    "enable_page_major_kv_layout": (False,),
+    "enable_kv_cache_sharding": (False,),
+    "enable_two_batch_overlap": (False,),
+    "enable_pdmux": (False,),
+    "enable_memory_saver": (False,),
+    "enable_torch_compile": (False,),
+    "prefill_only_disable_kv_cache": (False,),
+    "enable_prefill_cp": (False,),
+    "dllm_algorithm": (None,),
+    "cpu_offload_gb": (0,),
+    "pp_size": (1,),
+    "dcp_size": (1,),
+    "attn_cp_size": (1,),
+}
+_UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
+
+
+def check_before_resolution(server_args: Any) -> None:
+    """Check the flags, the port and the model folder.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
+    page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
+    find_selector(config_of(server_args, page_size).selector)
+    for field, allowed in _REQUIRED.items():
+        value = getattr(server_args, field)
+        if value not in allowed:
+            raise LookaheadKVError(f"--enable-lookahead-kv does not work with {_as_typed(field, value)}: remove it.")
+    if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
+        raise LookaheadKVError(
+            f"--enable-lookahead-kv does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which quantises "
+            f"the KV cache: use auto."
+        )
+    check_port(server_args.host, server_args.port)
+    folder = Path(server_args.model_path)
+    if folder.is_dir():
+        check_model_folder(folder)
+
+
+def check_after_resolution(server_args: Any) -> None:
+    """Check the model's architecture and that the tiers fit the memory.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view, use_mla_backend
+
+    model = model_config_of(server_args)
+    architecture = ", ".join(model.hf_config.architectures or ["an unknown architecture"])
+    unsupported = {
+        "latent attention (MLA)": use_mla_backend(server_args),
+        "sliding-window layers": model.is_hybrid_swa,
+        "an encoder and cross attention": model.is_encoder_decoder,
+        "state-space layers": _has_state_space(model),
+    }
+    for trait, present in unsupported.items():
+        if present:
+            raise LookaheadKVError(
+                f"--enable-lookahead-kv serves MHA and GQA models only, and {architecture} has {trait}: start it "
+                f"without the flag."
+            )
+    _check_memory(server_args, model, resolving_view(server_args))
+
+
+def _has_state_space(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return model.attention_arch == AttentionArch.SSM or mambaish_config(model) is not None
+
+
+def _check_memory(server_args: Any, model: Any, view: Any) -> None:
+    """Find out now what the scheduler would find out after it has loaded the model."""
+    from sglang_oasis.seams.sizing import check_host_tokens, layout_of_model
+    from sglang_oasis.tier.budget import divide_memory
+
+    layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
+    device_is_host = view.device == "cpu"
+    budget = divide_memory(
+        config_of(server_args, view.page_size),
+        layout,
+        device_is_host=device_is_host,
+        ranks=view.tp_size,
+        # Known in the scheduler only, when the model is on the device.
+        free_device_bytes=lambda: layout.row_bytes * 2,
+    )
+    check_host_tokens(layout, budget.host_kv_bytes)
+    layout.rows_in(budget.device_bytes)
+
+
+def _as_typed(field: str, value: Any) -> str:
+    flag = "--" + field.replace("_", "-")
+    return flag if value is True else f"{flag} {value}"

@@ -1,0 +1,49 @@
+"""Defaults and validation inside SGLang's resolution of its arguments.
+
+Read from sglang 0.5.23: `arg_groups/pipeline.py` (order of the steps), `arg_groups/resolution_hooks.py`,
+`arg_groups/overrides.declare_resolution`. Steps are wrapped, not replaced: the previous step always runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oasis.attention.backend import BACKEND_NAME
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE
+from sglang_oasis.seams.preflight import check_after_resolution
+from sglang_oasis.seams.server_args import enabled
+
+Step = Callable[[Any], None]
+SOURCE = "lookahead_kv"
+
+
+def install() -> None:
+    """Wrap the two steps that lookahead KV has a say in."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook("handle_missing_default_values")(_set_defaults)
+    register_resolution_hook("handle_other_validations")(_validate)
+
+
+def _set_defaults(server_args: Any, previous: Step) -> None:
+    """Runs before any platform, model or attention default."""
+    if enabled(server_args):
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+        page_size = resolving_view(server_args).page_size
+        declare_resolution(
+            server_args,
+            SOURCE,
+            attention_backend=BACKEND_NAME,
+            page_size=DEFAULT_BLOCK_SIZE if page_size is None else page_size,
+            # A decode step's transfers are not captured in a graph yet.
+            disable_cuda_graph=True,
+        )
+    previous(server_args)
+
+
+def _validate(server_args: Any, previous: Step) -> None:
+    previous(server_args)
+    if enabled(server_args):
+        check_after_resolution(server_args)

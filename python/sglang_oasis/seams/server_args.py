@@ -1,0 +1,103 @@
+"""Flags: a subclass of SGLang's ServerArgs with one field per knob.
+
+Read from sglang 0.5.23: `server_args.ServerArgs` (a msgspec Struct), `arg_groups/arg_utils.Arg`,
+`entrypoints/engine.Engine.server_args_class`. REPLACE, because fields can only be added by a subclass; the class
+attribute of Engine is not a module binding, so the hook registry does not reach it and it is set here. When upstream
+lets plugins declare fields, use that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Annotated, Any
+
+import msgspec
+from sglang.srt import server_args as upstream
+from sglang.srt.arg_groups.arg_utils import Arg
+
+from sglang_oasis.config import ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig
+from sglang_oasis.seams import activation
+
+HELP_HEADING = "lookahead KV (sglang-oasis)"
+ENABLE_HELP = "Keep the full KV cache in host memory and decode on a bounded working set per KV head; needs all below."
+
+
+def _upstream() -> Any:
+    """SGLang's own class. Not a module binding: the REPLACE hook rewrites every binding of the class it replaces."""
+    return ServerArgs.__base__
+
+
+def _field(name: str, help_text: str, default: Any) -> tuple[str, Any, Any]:
+    # no_cli: the flags are registered under a heading of their own in `add_cli_args`.
+    return name, Annotated[Any, Arg(help=help_text, no_cli=True)], default
+
+
+class _Behaviour:
+    """Methods of the subclass; plain functions, copied into the Struct's namespace."""
+
+    def __post_init__(self: Any) -> None:
+        _upstream().__post_init__(self)
+        if self.enable_lookahead_kv:
+            activation.request()
+
+    def resolve_once(self: Any) -> None:
+        if self.enable_lookahead_kv and not getattr(self, "_resolution_finished", False):
+            from sglang_oasis.seams.preflight import check_before_resolution
+
+            check_before_resolution(self)
+        _upstream().resolve_once(self)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        _upstream().add_cli_args(parser)
+        group = parser.add_argument_group(HELP_HEADING)
+        group.add_argument("--enable-lookahead-kv", action="store_true", help=ENABLE_HELP)
+        for knob in KNOBS:
+            group.add_argument(
+                knob.flag, type=_parser_of(knob), choices=knob.choices, default=knob.default, help=knob.help
+            )
+
+
+def _parser_of(knob: Knob) -> Any:
+    def parse(text: str) -> Any:
+        return knob.parse(text)
+
+    parse.__name__ = "number" if knob.parse is not str else "value"  # argparse names it in its error
+    return parse
+
+
+ServerArgs: Any = msgspec.defstruct(
+    "ServerArgs",
+    [
+        _field(ENABLE_FLAG, ENABLE_HELP, False),
+        *(_field(knob.name, knob.help, knob.default) for knob in KNOBS),
+    ],
+    bases=(upstream.ServerArgs,),
+    namespace={name: vars(_Behaviour)[name] for name in ("__post_init__", "resolve_once", "add_cli_args")},
+    module=__name__,
+    dict=True,
+)
+
+
+def install() -> None:
+    """Put the subclass in the place of SGLang's ServerArgs; SGLang applies the hook after the plugins have run."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.server_args.ServerArgs", ServerArgs, HookType.REPLACE)
+    if Engine.server_args_class is _upstream():
+        Engine.server_args_class = ServerArgs
+
+
+def enabled(server_args: Any) -> bool:
+    """Whether this record asks for lookahead KV."""
+    return bool(getattr(server_args, ENABLE_FLAG, False))
+
+
+def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:
+    """The validated configuration of a record whose page size is resolved.
+
+    Raises:
+        LookaheadKVError: a flag is out of range.
+    """
+    return LookaheadKVConfig.from_flags({knob.name: getattr(server_args, knob.name) for knob in KNOBS}, block_size)

@@ -1,0 +1,99 @@
+"""max_total_num_tokens follows from host memory, max_running_requests from device memory.
+
+Read from sglang 0.5.23: `mem_cache/kv_cache_configurator.KVCacheConfigurator._profile_available_bytes` (AROUND: the
+byte budget of the KV pool) and `.resolve_max_num_reqs` (AFTER: an upper bound on the requests).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.server_args import config_of, enabled
+from sglang_oasis.tier.budget import divide_memory
+from sglang_oasis.tier.layout import TierLayout
+
+logger = logging.getLogger(__name__)
+
+
+def layout_of_model(server_args: Any, model_config: Any, dtype: Any, tp_size: int, page_size: int) -> TierLayout:
+    """Sizes of the tiers on one rank.
+
+    Args:
+        server_args: SGLang's arguments.
+        model_config: SGLang's ModelConfig.
+        dtype: torch dtype of the KV cache.
+        tp_size: ranks that share the KV heads.
+        page_size: tokens per page.
+    """
+    return TierLayout.of(
+        config_of(server_args, page_size),
+        num_layers=model_config.num_attention_layers,
+        kv_heads=model_config.get_num_kv_heads(tp_size),
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+        context_length=model_config.context_len,
+    )
+
+
+def layout_of_runner(runner: Any) -> TierLayout:
+    """Sizes of the tiers of a model runner or of its KV cache configurator."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return layout_of_model(
+        runner.server_args, runner.model_config, runner.kv_cache_dtype, get_parallel().attn_tp_size, runner.page_size
+    )
+
+
+def _budget_of(configurator: Any, free_device_bytes: Callable[[], int]) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return divide_memory(
+        config_of(configurator.server_args, configurator.page_size),
+        layout_of_runner(configurator),
+        device_is_host=configurator.device == "cpu",
+        ranks=get_parallel().launch_world_size,
+        free_device_bytes=free_device_bytes,
+    )
+
+
+def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_memory: int) -> int:
+    if not enabled(configurator.server_args) or configurator.is_draft_worker:
+        return original(configurator, pre_model_load_memory)
+    budget = _budget_of(configurator, lambda: original(configurator, pre_model_load_memory))
+    configurator.server_args._lookahead_kv_device_bytes = budget.device_bytes
+    return budget.host_kv_bytes
+
+
+def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
+    if not enabled(configurator.server_args) or configurator.is_draft_worker:
+        return result
+    rows = layout_of_runner(configurator).rows_in(configurator.server_args._lookahead_kv_device_bytes)
+    if rows < result and configurator.server_args.max_running_requests is not None:
+        logger.warning(
+            "max_running_requests is %d, not the requested %d: raise --lookahead-kv-device-gb for more.", rows, result
+        )
+    return min(result, rows)
+
+
+def check_host_tokens(layout: TierLayout, host_kv_bytes: int) -> None:
+    """Refuse a host pool that cannot hold one request's working set.
+
+    Raises:
+        LookaheadKVError: names the size and the least that works.
+    """
+    least = (layout.selected_blocks[0] + layout.local_slots) * layout.host_page_bytes
+    if host_kv_bytes < least:
+        raise LookaheadKVError(
+            f"{host_kv_bytes / 1e9:.3f} GB of host memory are too little for the KV cache of one request, which needs "
+            f"at least {least / 1e9:.3f} GB: raise --lookahead-kv-host-gb or free host memory."
+        )
+
+
+SEAMS = [
+    Seam("mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", _kv_bytes, "AROUND"),
+    Seam("mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs", _cap_requests, "AFTER"),
+]

@@ -1,0 +1,77 @@
+"""L2, the pool of record: every token of every request in host memory, indexed by SGLang's KV indices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.ops.summary import SUMMARY_DTYPE, block_bounds
+
+
+class HostPool:
+    """Paged K/V and the summaries of completed pages, per layer.
+
+    Attributes:
+        kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.
+        summaries: per layer [N_pages, H, 2, D] bfloat16, valid for completed pages only.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_layers: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        pin: bool,
+    ) -> None:
+        self.num_pages = num_pages
+        self.block_size = block_size
+        self.kv = [
+            torch.zeros((num_pages, kv_heads, 2, block_size, head_dim), dtype=dtype, pin_memory=pin)
+            for _ in range(num_layers)
+        ]
+        self.summaries = [
+            torch.zeros((num_pages, kv_heads, 2, head_dim), dtype=SUMMARY_DTYPE, pin_memory=pin)
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.kv) + sum(t.nbytes for t in self.summaries)
+
+    def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store tokens.
+
+        Args:
+            layer: layer of this rank.
+            indices: [T], KV indices.
+            keys, values: [T, H, D] on any device.
+        """
+        page, offset = self.locate(indices)
+        kv = self.kv[layer]
+        kv[page, :, 0, offset] = keys.to(kv)
+        kv[page, :, 1, offset] = values.to(kv)
+
+    def read(self, layer: int, indices: Tensor) -> Tensor:
+        """K and V of tokens: indices [T] -> [T, H, 2, D]."""
+        page, offset = self.locate(indices)
+        return self.kv[layer][page, :, :, offset]
+
+    def summarise(self, layer: int, pages: Tensor) -> None:
+        """Rebuild the summaries of completed pages [P] int64."""
+        if pages.numel():
+            self.summaries[layer][pages] = block_bounds(self.kv[layer][pages, :, 0])
+
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """Copy tokens from KV indices `source` [T] to `target` [T] in all layers."""
+        for layer in range(len(self.kv)):
+            tokens = self.read(layer, source)
+            self.write(layer, target, tokens[:, :, 0], tokens[:, :, 1])
+
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """KV indices [T] -> (page, offset in the page), int64 on the host."""
+        indices = indices.to("cpu", torch.int64)
+        return indices // self.block_size, indices % self.block_size

@@ -1,0 +1,76 @@
+"""Checks every invariant that ties the resident tier to the host pool. Slow; for tests and debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
+from sglang_oasis.tier.rows import RowState
+
+
+class IntegrityError(AssertionError):
+    """An invariant of the tiers does not hold."""
+
+
+def check_integrity(tier: ResidentTier, host: HostPool, pages_of: Callable[[int, int], Tensor]) -> None:
+    """Compare the resident tier of every live row with the host pool.
+
+    Args:
+        tier: the resident tier; no transfer may be in flight.
+        host: the pool of record.
+        pages_of: (row, number of blocks) -> [blocks] int64 host pages of the row's first blocks.
+
+    Raises:
+        IntegrityError: names the layer, the row and the invariant.
+    """
+    for row, state in tier.rows.items():
+        pages = pages_of(row, state.window.open_block + 1)
+        for index, layer in enumerate(tier.layers):
+            try:
+                _check_head_map(layer, row, state)
+                _check_contents(layer, row, state, host.kv[index], pages)
+                _check_summaries(layer, row, state, host.summaries[index], pages)
+            except IntegrityError as error:
+                raise IntegrityError(f"layer {index}, row {row}, generation {state.generation}: {error}") from None
+
+
+def _require(condition: bool | Tensor, invariant: str) -> None:
+    if not bool(condition):
+        raise IntegrityError(invariant)
+
+
+def _check_head_map(layer: ResidentLayer, row: int, state: RowState) -> None:
+    used = min(layer.selected, state.window.first_local)
+    head_map, slot_of = layer.head_map[row].long(), layer.slot_of[row].long()
+    _require((head_map[:, used:] == -1).all(), f"slots beyond the first {used} are empty")
+    _require((head_map[:, :used] >= 0).all(), f"the first {used} slots are occupied")
+    # A block that is local now but selectable in the next step may have been fetched ahead.
+    _require((head_map < state.window.next.first_local).all(), "resident blocks are selectable")
+    slots = torch.arange(used).expand_as(head_map[:, :used]).to(head_map)
+    _require((slot_of.gather(1, head_map[:, :used]) == slots).all(), "slot_of inverts head_map")
+    _require(((slot_of >= 0).sum(1) == used).all(), "slot_of names no block that is not resident")
+
+
+def _check_contents(layer: ResidentLayer, row: int, state: RowState, host_kv: Tensor, pages: Tensor) -> None:
+    used = min(layer.selected, state.window.first_local)
+    head_map = layer.head_map[row, :, :used].long().cpu()
+    heads = torch.arange(head_map.shape[0]).unsqueeze(1)
+    same = torch.equal(layer.blocks[row, :, :used].cpu(), host_kv[pages[head_map], heads])
+    _require(same, "resident blocks mirror their host pages")
+    for block in range(state.window.first_local, state.window.open_block + 1):
+        fill = state.window.open_fill if block == state.window.open_block else layer.block_size
+        resident = layer.blocks[row, :, layer.local_slot(block), :, :fill].cpu()
+        _require(
+            torch.equal(resident, host_kv[pages[block], :, :, :fill]), f"local block {block} mirrors its host page"
+        )
+
+
+def _check_summaries(layer: ResidentLayer, row: int, state: RowState, host_summaries: Tensor, pages: Tensor) -> None:
+    complete = state.summarised_blocks
+    _require(complete == state.window.complete_blocks, "every completed block has a summary, and no other")
+    resident = layer.summaries[row, :, :complete].transpose(0, 1).cpu()
+    _require(torch.equal(resident, host_summaries[pages[:complete]]), "resident summaries mirror the host's")

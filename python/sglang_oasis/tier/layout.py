@@ -1,0 +1,128 @@
+"""Shapes and bytes of the tiers; the one place that converts blocks and tokens to bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.ops.summary import SUMMARY_DTYPE
+
+MAP_DTYPE = torch.int32
+
+
+@dataclass(frozen=True)
+class TierLayout:
+    """Sizes of every tier on one TP rank.
+
+    Attributes:
+        num_layers: attention layers on this rank.
+        kv_heads: H, KV heads on this rank.
+        head_dim: D, of keys and values alike.
+        dtype: element type of K and V.
+        block_size: B, tokens per block.
+        selected_blocks: per layer, K; a dense layer has `max_blocks`.
+        recent_blocks: completed blocks before the open one that are always local.
+        sink_blocks: first blocks that are always selected.
+        max_blocks: N, most logical blocks of a row.
+    """
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+    selected_blocks: tuple[int, ...]
+    recent_blocks: int
+    sink_blocks: int
+    max_blocks: int
+
+    @classmethod
+    def of(
+        cls,
+        config: LookaheadKVConfig,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        context_length: int,
+    ) -> TierLayout:
+        """Lay out the tiers of a model with `context_length` tokens at most per request."""
+        config.check_layers(num_layers)
+        # One block more than the context: a decode step that was already launched when its request
+        # reached the limit still writes one token.
+        max_blocks = -(-context_length // config.block_size) + 1
+        sparse = min(config.selected_blocks, max_blocks)
+        dense = set(config.dense_layers)
+        return cls(
+            num_layers=num_layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            block_size=config.block_size,
+            selected_blocks=tuple(max_blocks if layer in dense else sparse for layer in range(num_layers)),
+            recent_blocks=config.recent_blocks,
+            sink_blocks=config.sink_blocks,
+            max_blocks=max_blocks,
+        )
+
+    @property
+    def local_slots(self) -> int:
+        """R: recent blocks and the open block."""
+        return self.recent_blocks + 1
+
+    @property
+    def chunk_bytes(self) -> int:
+        """K and V of one block of one head in one layer: the unit of every transfer."""
+        return 2 * self.block_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def summary_bytes(self) -> int:
+        """Summary of one block of one head in one layer."""
+        return 2 * self.head_dim * SUMMARY_DTYPE.itemsize
+
+    @property
+    def host_page_bytes(self) -> int:
+        """One host page in all layers and heads, with the summaries kept beside it."""
+        return self.num_layers * self.kv_heads * (self.chunk_bytes + self.summary_bytes)
+
+    @property
+    def row_summary_bytes(self) -> int:
+        """Device summaries of one row in all layers and heads."""
+        return self.num_layers * self.kv_heads * self.max_blocks * self.summary_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Device bytes of one row: resident slots, head map, its inverse, last-selected steps, summaries."""
+        selected = sum(self.selected_blocks)
+        slots = selected + self.num_layers * self.local_slots
+        maps = (2 * selected + self.num_layers * self.max_blocks) * MAP_DTYPE.itemsize
+        return self.kv_heads * (slots * self.chunk_bytes + maps) + self.row_summary_bytes
+
+    def step_bytes(self, fetch_ratio: float) -> int:
+        """Most bytes that one row may fetch ahead in one decode step (OasisKV Eq. 3 is what they must fit)."""
+        caps = (fetch_cap(fetch_ratio, k) for k in self.selected_blocks if k < self.max_blocks)
+        return self.kv_heads * self.chunk_bytes * sum(caps)
+
+    def rows_in(self, device_bytes: int) -> int:
+        """Requests that decode at once in `device_bytes`; one row more is allocated as SGLang's padding row 0.
+
+        Raises:
+            LookaheadKVError: not even one request fits.
+        """
+        rows = device_bytes // self.row_bytes - 1
+        if rows < 1:
+            raise LookaheadKVError(
+                f"--lookahead-kv-device-gb of {device_bytes / 1e9:.3f} GB is too small for one request, which takes "
+                f"{2 * self.row_bytes / 1e9:.3f} GB with its padding row: raise it, or lower "
+                f"--lookahead-kv-budget-tokens or --context-length."
+            )
+        return rows
+
+
+def fetch_cap(fetch_ratio: float, selected_blocks: int) -> int:
+    """C: most blocks admitted per KV head, layer and step."""
+    return max(1, int(fetch_ratio * selected_blocks))

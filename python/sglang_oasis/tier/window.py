@@ -1,0 +1,51 @@
+"""Which blocks of a row are selectable, local and complete at a given length: pure arithmetic, no memory.
+
+    |<- sinks ->|                       |<-- recent -->|
+    [ 0 ][ 1 ]...[ first_local - 1 ][ first_local ] ... [ open ]
+    |<------- selectable ---------->|<------- local ---------->|
+
+Every selectable block is complete. Draft tokens may lie beyond the newest committed token; they do not move the window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Window(NamedTuple):
+    """The block window of a row with `length` committed tokens, the one being written included.
+
+    Attributes:
+        length: committed tokens, at least 1.
+        block_size: B.
+        recent_blocks: completed blocks before the open one that stay local.
+    """
+
+    length: int
+    block_size: int
+    recent_blocks: int
+
+    @property
+    def open_block(self) -> int:
+        """Block of the newest committed token."""
+        return (self.length - 1) // self.block_size
+
+    @property
+    def open_fill(self) -> int:
+        """Committed tokens of the open block, 1 to B."""
+        return (self.length - 1) % self.block_size + 1
+
+    @property
+    def first_local(self) -> int:
+        """First block served from the local slots."""
+        return max(0, self.open_block - self.recent_blocks)
+
+    @property
+    def complete_blocks(self) -> int:
+        """Blocks whose tokens are all committed."""
+        return self.length // self.block_size
+
+    @property
+    def next(self) -> Window:
+        """The window one token later."""
+        return self._replace(length=self.length + 1)
