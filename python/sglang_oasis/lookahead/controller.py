@@ -137,6 +137,10 @@ class LookaheadController:
         if task is not None:
             self.pipeline.submit(layer, task)
 
+    def close(self) -> None:
+        """End the background threads."""
+        self.pipeline.close()
+
     def _prediction(
         self, layer: int, step: DecodeStep, windows: Sequence[Window], query: Tensor, scale: float, cap: int
     ) -> _Prediction | None:

@@ -65,6 +65,11 @@ class StagePipeline:
         for layer in range(len(self._pending)):
             self.wait(layer)
 
+    def close(self) -> None:
+        """End the threads; tasks under way are finished first."""
+        for thread in self._threads:
+            thread.shutdown()
+
     def _run_stage(self, index: int, value: Any, done: Future[None]) -> None:
         stage = self._stages[index]
         start = time.perf_counter()

@@ -97,7 +97,6 @@ def dense_extend_attention(
         keys, values = prefix.reshape(2, kv_heads, -1, head_dim)[:, :, :prefix_length].unbind(0)
         grouped = per_head.reshape(kv_heads, group * tokens, head_dim)
         prefix_out, prefix_lse = _attend_with_lse(grouped, keys, values, scale, causal=False)
-        out = _merge(
-            out, lse, prefix_out.view(query_heads, tokens, head_dim), prefix_lse.view(query_heads, tokens)
-        ).to(query.dtype)
+        prefix_out = prefix_out.reshape(query_heads, tokens, head_dim)
+        out = _merge(out, lse, prefix_out, prefix_lse.reshape(query_heads, tokens)).to(query.dtype)
     return out.transpose(0, 1)

@@ -27,6 +27,7 @@ class TierLayout:
         recent_blocks: completed blocks before the open one that are always local.
         sink_blocks: first blocks that are always selected.
         max_blocks: N, most logical blocks of a row.
+        draft_tokens: most tokens beyond the committed ones that a step may write.
     """
 
     num_layers: int
@@ -38,6 +39,7 @@ class TierLayout:
     recent_blocks: int
     sink_blocks: int
     max_blocks: int
+    draft_tokens: int = 0
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class TierLayout:
         head_dim: int,
         dtype: torch.dtype,
         context_length: int,
+        draft_tokens: int = 0,
     ) -> TierLayout:
         """Lay out the tiers of a model with `context_length` tokens at most per request."""
         config.check_layers(num_layers)
@@ -67,12 +70,13 @@ class TierLayout:
             recent_blocks=config.recent_blocks,
             sink_blocks=config.sink_blocks,
             max_blocks=max_blocks,
+            draft_tokens=draft_tokens,
         )
 
     @property
     def local_slots(self) -> int:
-        """R: recent blocks and the open block."""
-        return self.recent_blocks + 1
+        """R: recent blocks, the open block, and the blocks that draft tokens may spill into."""
+        return self.recent_blocks + 1 + -(-self.draft_tokens // self.block_size)
 
     @property
     def chunk_bytes(self) -> int:

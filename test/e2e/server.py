@@ -1,0 +1,150 @@
+"""Starts real servers for the end-to-end tests and talks to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_oasis.reference_model import reference_model_path
+
+START_TIMEOUT = 240.0
+STOP_TIMEOUT = 20.0
+REQUEST_TIMEOUT = 300.0
+
+
+class Server:
+    """A running SGLang server.
+
+    Attributes:
+        url: base URL.
+        pid: the launcher, leader of its process group.
+        log: file with everything the server printed.
+    """
+
+    def __init__(self, url: str, pid: int, log: Path) -> None:
+        self.url = url
+        self.pid = pid
+        self.log = log
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        max_new_tokens: int,
+        rid: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        **request: Any,
+    ) -> dict[str, Any]:
+        """POST /generate, greedy unless `sampling` says otherwise; other keywords are top-level request fields."""
+        body: dict[str, Any] = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, **(sampling or {})},
+            **request,
+        }
+        if rid is not None:
+            body["rid"] = rid
+        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_TIMEOUT)
+        if not response.ok:
+            raise RuntimeError(f"/generate answered {response.status_code}: {response.text}")
+        return response.json()
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the only data-parallel rank."""
+        (rank,) = self.get("/lookahead_kv/stats").json()["ranks"]
+        return rank
+
+    def get(self, path: str) -> requests.Response:
+        return requests.get(f"{self.url}{path}", timeout=REQUEST_TIMEOUT)
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(f"{self.url}{path}", json=body, timeout=REQUEST_TIMEOUT)
+
+    def wait_until_idle(self, timeout: float = 60.0) -> None:
+        """Return when no request runs or waits."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            (load,) = self.get("/v1/loads?include=core").json()["loads"]
+            if load["num_running_reqs"] == load["num_waiting_reqs"] == 0:
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"requests still run or wait after {timeout} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_command(*flags: str, model: Path | None = None, port: int | None = None) -> list[str]:
+    """Command line of a server on the reference model."""
+    return [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *("--model-path", str(model or reference_model_path())),
+        *("--host", "127.0.0.1", "--port", str(port or free_port())),
+        *flags,
+    ]
+
+
+@contextlib.contextmanager
+def launch_server(*flags: str, env: dict[str, str] | None = None, model: Path | None = None) -> Iterator[Server]:
+    """Run a server with these flags; whatever happens, nothing of it is left running."""
+    port = free_port()
+    command = server_command(*flags, model=model, port=port)
+    with tempfile.TemporaryDirectory(prefix="oasis-server-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **(env or {})}, start_new_session=True
+            )
+        server = Server(f"http://127.0.0.1:{port}", process.pid, log)
+        try:
+            _wait_until_ready(server, process)
+            yield server
+        except BaseException:
+            print(f"--- last lines of the server ({' '.join(flags)}) ---\n{tail(log)}")
+            raise
+        finally:
+            stop_group(process)
+
+
+def stop_group(process: subprocess.Popen[Any]) -> None:
+    """End a process and everything in its group."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            continue
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _wait_until_ready(server: Server, process: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with exit code {process.returncode}")
+        with contextlib.suppress(requests.RequestException):
+            if server.get("/health_generate").ok:
+                return
+        time.sleep(0.5)
+    raise TimeoutError(f"the server is not ready after {START_TIMEOUT} s")

@@ -1,0 +1,250 @@
+"""Block-sparse decoding of an ordinary Hugging Face model in float32 on CPU: what the server is compared with.
+
+It shares no code with the server. Keys and values stay in the model's own dense cache; sparsity is only a mask, one per
+KV head. Because decoding is teacher-forced, all decode steps run in ONE forward pass: step `i` is the query at position
+`prompt_len + i`, and the mask gives each query the view it would have had alone.
+
+Shapes as in `selection`; `n` counts decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from test.reference.selection import membership, minmax_scores, top_k
+from test.reference.trace import StepSelection
+
+ATTENTION_NAME = "block_sparse_reference"
+LOOKAHEAD_PROMPT_QUERIES = 16
+
+
+class LayerAttention(Protocol):
+    """One layer's attention: `query` `[Hq, Q, D]`, `key` and `value` `[H, T, D]` -> `[Hq, Q, D]`, all after RoPE.
+
+    The queries are those of the last `Q` of the `T` tokens.
+    """
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor: ...
+
+
+def _attention_interface(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls: hands the layer to the `layer_attention` given to the model's forward."""
+    layer_attention: LayerAttention = kwargs["layer_attention"]
+    output = layer_attention(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"])
+    return output.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Grouped-query attention under one mask per KV head.
+
+    `query` `[Hq, Q, D]`, `key` and `value` `[H, T, D]`, `mask` bool `[H or 1, Q, T]` -> `[Hq, Q, D]`.
+    """
+    kv_heads, length, dim = key.shape
+    grouped = query.reshape(kv_heads, -1, query.shape[1], dim)
+    shape = (kv_heads, grouped.shape[1], length, dim)
+    output = scaled_dot_product_attention(
+        grouped, key[:, None].expand(shape), value[:, None].expand(shape), attn_mask=mask[:, None], scale=scaling
+    )
+    return output.reshape(query.shape)
+
+
+def attended_positions(
+    selected: Tensor, *, first_local_block: Tensor, positions: Tensor, block_size: int, length: int
+) -> Tensor:
+    """The mask of a selection: bool `[H, n, length]`, true where a query attends.
+
+    `selected` is int32 `[n, H, K]` (-1 for empty slots), `first_local_block` and `positions` int64 `[n]`.
+    """
+    token = torch.arange(length)
+    in_selected = membership(selected, -(-length // block_size)) > 0
+    local = token // block_size >= first_local_block[:, None]
+    causal = token <= positions[:, None]
+    return ((in_selected[..., token // block_size] | local[:, None]) & causal[:, None]).transpose(0, 1)
+
+
+class DenseAttention:
+    """Dense causal attention that keeps the queries the first decode step is predicted from."""
+
+    def __init__(self) -> None:
+        self.last_queries: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        new, length = query.shape[1], key.shape[1]
+        self.last_queries[layer] = query[:, -LOOKAHEAD_PROMPT_QUERIES:].clone()
+        causal = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+        return masked_attention(query, key, value, causal[None], scaling)
+
+
+class DecodeAttention:
+    """Attention of `n` decode steps at once, each to its own blocks.
+
+    `select` gives int32 `[n, H, K]` for a layer and its scores `[n, H, M]`; both are kept per layer.
+    """
+
+    def __init__(
+        self, select: Callable[[int, Tensor], Tensor], *, first_local_block: Tensor, block_size: int, sink_blocks: int
+    ) -> None:
+        self.select = select
+        self.first_local_block = first_local_block
+        self.block_size = block_size
+        self.sink_blocks = sink_blocks
+        self.scores: list[Tensor] = []
+        self.selected: list[Tensor] = []
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        local, block_size = self.first_local_block, self.block_size
+        scores = minmax_scores(
+            query,
+            key,
+            first_local_block=local,
+            block_size=block_size,
+            scaling=scaling,
+            sink_blocks=self.sink_blocks,
+        )
+        selected = self.select(layer, scores)
+        self.scores.append(scores)
+        self.selected.append(selected)
+        steps, length = query.shape[1], key.shape[1]
+        mask = attended_positions(
+            selected,
+            first_local_block=local,
+            positions=torch.arange(length - steps, length),
+            block_size=block_size,
+            length=length,
+        )
+        return masked_attention(query, key, value, mask, scaling)
+
+
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """A prompt ready to be decoded from, any number of times."""
+
+    length: int
+    logprobs: Tensor
+    """`[vocab]`: of the first output token."""
+    last_queries: Tensor
+    """`[layers, Hq, <=16, D]`: the last prompt queries of the last prefill chunk, after RoPE."""
+    cache: DynamicCache
+
+
+class Decoded(NamedTuple):
+    logprobs: Tensor
+    """`[n, vocab]`: row `i` is of output token `i + 1`."""
+    scores: Tensor
+    """`[layers, n, H, M]`: of every block for the step's own query; -inf where not a candidate."""
+    selected: Tensor
+    """int32 `[layers, n, H, K]`: what was attended besides the local blocks."""
+
+
+class SparseReference:
+    """Prefills densely, decodes sparsely. `model` is switched to this module's attention and to evaluation mode."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if model.dtype != torch.float32:
+            raise ValueError(f"the reference is float32, the model is {model.dtype}")
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.model = model.eval()
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike[str]) -> SparseReference:
+        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+    def prefill(self, prompt_ids: Sequence[int], chunk: int = 1024) -> PrefilledPrompt:
+        """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`."""
+        attention = DenseAttention()
+        cache = DynamicCache()
+        for start in range(0, len(prompt_ids), chunk):
+            logprobs = self._forward(prompt_ids[start : start + chunk], cache, attention, logits=1)
+        queries = torch.stack([attention.last_queries[layer] for layer in range(len(attention.last_queries))])
+        return PrefilledPrompt(len(prompt_ids), logprobs[0], queries, cache)
+
+    def decode_recorded(
+        self, prompt: PrefilledPrompt, output_ids: Sequence[int], steps: Sequence[StepSelection], sink_blocks: int = 0
+    ) -> Decoded:
+        """Attends to recorded selections; step `i` processes `output_ids[i]` and needs `steps[i]`.
+
+        Raises `ValueError` where the steps are not those of this prompt and output.
+        """
+        expected = list(range(prompt.length + 1, prompt.length + 1 + len(output_ids)))
+        if [step.seq_len for step in steps] != expected:
+            raise ValueError(f"the steps' lengths are not {expected[0]}..{expected[-1]}")
+        selected = torch.stack([step.selected for step in steps], dim=1)
+        attention = DecodeAttention(
+            lambda layer, scores: selected[layer],
+            first_local_block=torch.tensor([step.first_local_block for step in steps]),
+            block_size=steps[0].block_size,
+            sink_blocks=sink_blocks,
+        )
+        return self._decode(prompt, output_ids, attention)
+
+    def decode_fetch(
+        self,
+        prompt: PrefilledPrompt,
+        output_ids: Sequence[int],
+        *,
+        k: int,
+        block_size: int,
+        recent_blocks: int = 1,
+        sink_blocks: int = 0,
+    ) -> Decoded:
+        """Attends to the true top-`k` blocks of each step's own query, as policy `fetch` promises."""
+        positions = torch.arange(prompt.length, prompt.length + len(output_ids))
+        attention = DecodeAttention(
+            lambda layer, scores: top_k(scores, k),
+            first_local_block=(positions // block_size - recent_blocks).clamp(min=0),
+            block_size=block_size,
+            sink_blocks=sink_blocks,
+        )
+        return self._decode(prompt, output_ids, attention)
+
+    def decode_dense(self, prompt: PrefilledPrompt, output_ids: Sequence[int]) -> Tensor:
+        """`[n, vocab]` log-probabilities when every block is attended."""
+        return self._forward(output_ids, deepcopy(prompt.cache), DenseAttention(), logits=len(output_ids))
+
+    def prompt_scores(
+        self, prompt: PrefilledPrompt, *, first_local_block: int, block_size: int, sink_blocks: int = 0
+    ) -> Tensor:
+        """What the first decode step is predicted from: `[layers, H, M]`, the mean over the last prompt queries."""
+        layers = []
+        for cached, queries in zip(prompt.cache.layers, prompt.last_queries, strict=True):
+            count, dim = queries.shape[1:]
+            scores = minmax_scores(
+                queries,
+                cached.keys[0],
+                first_local_block=torch.full((count,), first_local_block),
+                block_size=block_size,
+                scaling=dim**-0.5,
+                sink_blocks=sink_blocks,
+            )
+            layers.append(scores.mean(0))
+        return torch.stack(layers)
+
+    def _decode(self, prompt: PrefilledPrompt, output_ids: Sequence[int], attention: DecodeAttention) -> Decoded:
+        logprobs = self._forward(output_ids, deepcopy(prompt.cache), attention, logits=len(output_ids))
+        return Decoded(logprobs, torch.stack(attention.scores), torch.stack(attention.selected))
+
+    @torch.inference_mode()
+    def _forward(self, ids: Sequence[int], cache: DynamicCache, attention: LayerAttention, logits: int) -> Tensor:
+        """Log-probabilities after the last `logits` of `ids`: `[logits, vocab]`; `cache` grows by `ids`."""
+        output = self.model(
+            torch.tensor([list(ids)]),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits,
+            layer_attention=attention,
+        )
+        return output.logits[0].log_softmax(-1)

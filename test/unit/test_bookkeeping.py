@@ -1,0 +1,341 @@
+"""Random schedules of requests against the tiers: every invariant holds after every step, and a simple model agrees.
+
+The model of a row is the list of its blocks per KV head, kept with Python lists and sets, independent of the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from sglang_oasis.attention.plan import DecodePlan, host_pages, plan_decode, plan_prefill
+from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.lookahead.controller import LookaheadController
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.integrity import IntegrityError, check_integrity
+from sglang_oasis.tier.layout import TierLayout, fetch_cap
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+LAYERS, HEADS, DIM, BLOCK, ROWS = 2, 2, 4, 8, 4
+CONTEXT = 20 * BLOCK
+PAGES = 80
+
+
+@dataclass
+class ModelRow:
+    """A live request: its generation, its length, and per layer and head the set of resident selectable blocks."""
+
+    generation: int
+    length: int
+    resident: list[list[set[int]]]
+    last_selected: list[list[dict[int, int]]]
+    pages: list[int] = field(default_factory=list)
+
+
+class Schedule(RuleBasedStateMachine):
+    """Prefill, decode, abort and row reuse in random order."""
+
+    @initialize(
+        budget_blocks=st.integers(2, 6),
+        recent_tokens=st.sampled_from([0, 8, 16]),
+        sinks=st.sampled_from([0, 8]),
+        ratio=st.sampled_from([0.05, 0.5, 1.0]),
+        policy=st.sampled_from(["drop", "fetch"]),
+        dense=st.sampled_from(["", "1"]),
+        seed=st.integers(0, 10_000),
+    )
+    def start(
+        self, budget_blocks: int, recent_tokens: int, sinks: int, ratio: float, policy: str, dense: str, seed: int
+    ) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        self.config = LookaheadKVConfig.from_flags(
+            {
+                "lookahead_kv_budget_tokens": budget_blocks * BLOCK,
+                "lookahead_kv_recent_tokens": recent_tokens,
+                "lookahead_kv_sink_tokens": sinks,
+                "lookahead_kv_fetch_ratio": ratio,
+                "lookahead_kv_miss_policy": policy,
+                "lookahead_kv_dense_layers": dense,
+            },
+            BLOCK,
+        )
+        self.layout = TierLayout.of(
+            self.config, num_layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, context_length=CONTEXT
+        )
+        self.host = HostPool(
+            num_pages=PAGES,
+            num_layers=LAYERS,
+            kv_heads=HEADS,
+            block_size=BLOCK,
+            head_dim=DIM,
+            dtype=torch.float32,
+            pin=False,
+        )
+        self.tier = ResidentTier(self.layout, ROWS, torch.device("cpu"))
+        self.controller = LookaheadController(self.config, self.tier, self.host)
+        self.req_to_token = torch.zeros((ROWS, CONTEXT + BLOCK), dtype=torch.int32)
+        self.free_pages = list(range(1, PAGES))
+        self.free_rows = list(range(1, ROWS))
+        self.generations = [0] * ROWS
+        self.live: dict[int, ModelRow] = {}
+        self.steps = 0
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.rng)
+
+    def extend_pages(self, row: int, request: ModelRow, length: int) -> None:
+        while len(request.pages) * BLOCK < length:
+            page = self.free_pages.pop()
+            start = len(request.pages) * BLOCK
+            self.req_to_token[row, start : start + BLOCK] = torch.arange(page * BLOCK, (page + 1) * BLOCK)
+            request.pages.append(page)
+
+    @precondition(lambda self: self.free_rows and len(self.free_pages) > 20)
+    @rule(length=st.integers(1, 12 * BLOCK), chunks=st.integers(1, 3))
+    def prefill(self, length: int, chunks: int) -> None:
+        """A request arrives; its prompt is processed in chunks."""
+        row = self.free_rows.pop()
+        self.generations[row] += 1
+        request = ModelRow(self.generations[row], length, [], [])
+        self.extend_pages(row, request, length)
+        bounds = sorted({0, length, *(length * i // chunks for i in range(1, chunks))})
+        for prefix, end in zip(bounds, bounds[1:], strict=False):
+            plan = plan_prefill(
+                self.tier,
+                rows=[row],
+                generations=[request.generation],
+                prefixes=[prefix],
+                new_tokens=[end - prefix],
+                last_chunks=[end == length],
+                req_to_token=self.req_to_token,
+            )
+            for layer in range(LAYERS):
+                tokens = self.req_to_token[row, prefix:end]
+                self.host.write(layer, tokens, self.random(end - prefix, HEADS, DIM), self.random(end - prefix, HEADS, DIM))
+                self.host.summarise(layer, plan.completed_pages)
+                (part,) = plan.requests
+                if part.builds:
+                    queries = self.random(min(4, end - prefix), 2 * HEADS, DIM)
+                    self.controller.build(layer, row, part.window, part.pages, queries, 0.5)
+        self.live[row] = request
+        self.adopt(row)
+
+    def adopt(self, row: int) -> None:
+        """Take over what the build selected; which blocks those are is checked in `test_selection.py`."""
+        request = self.live[row]
+        request.resident = [[set(h[h >= 0].tolist()) for h in layer.head_map[row]] for layer in self.tier.layers]
+        request.last_selected = [[dict.fromkeys(blocks, 0) for blocks in layer] for layer in request.resident]
+
+    @precondition(lambda self: self.live and len(self.free_pages) > ROWS)
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        """Some of the live rows decode one token."""
+        rows = [row for row in self.live if self.live[row].length < CONTEXT and data.draw(st.booleans())]
+        if not rows:
+            return
+        self.steps += 1
+        for row in rows:
+            self.live[row].length += 1
+            self.extend_pages(row, self.live[row], self.live[row].length)
+        plan = plan_decode(
+            self.tier,
+            number=self.steps,
+            rows=rows,
+            generations=[self.live[row].generation for row in rows],
+            lengths=[self.live[row].length for row in rows],
+            rids=[],
+            req_to_token=self.req_to_token,
+        )
+        assert not plan.cold
+        written = torch.tensor([int(self.req_to_token[row, self.live[row].length - 1]) for row in rows])
+        for layer in range(LAYERS):
+            keys, values = self.random(len(rows), HEADS, DIM), self.random(len(rows), HEADS, DIM)
+            query = self.random(len(rows), 2 * HEADS, DIM)
+            self.host.write(layer, written, keys, values)
+            self.controller.prepare(layer, plan.step, query, keys, values, 0.5)
+            self.check_attended(layer, plan)
+            if self.config.miss_policy == "fetch":
+                for i, row in enumerate(rows):
+                    self.follow(layer, row, query[i], self.live[row].length, self.layout.selected_blocks[layer])
+            self.controller.look_ahead(layer, plan.step, query, 0.5)
+            self.controller.pipeline.wait(layer)
+            if self.config.miss_policy == "drop":
+                cap = fetch_cap(self.config.fetch_ratio, self.layout.selected_blocks[layer])
+                for i, row in enumerate(rows):
+                    self.follow(layer, row, query[i], self.live[row].length + 1, cap)
+
+    def check_attended(self, layer: int, plan: DecodePlan) -> None:
+        """The slots that attention reads hold exactly the resident and the local blocks, bit for bit."""
+        selected = self.layout.selected_blocks[layer]
+        for i, row in enumerate(plan.step.rows.tolist()):
+            window = plan.step.windows[i]
+            request = self.live[row]
+            if window.first_local <= selected:
+                expected = set(range(window.first_local))
+                for blocks, ages in zip(request.resident[layer], request.last_selected[layer], strict=True):
+                    for block in expected - blocks:
+                        ages[block] = self.steps
+                    blocks |= expected
+            slots = plan.slots[selected][i]
+            for head in range(HEADS):
+                chunks = self.tier.layers[layer].blocks[row, head, slots]
+                attended = chunks.transpose(1, 2).reshape(-1, 2, DIM)[: plan.kv_lengths[selected][i]]
+                local = range(window.first_local, window.open_block + 1)
+                if self.config.miss_policy == "drop" or window.first_local <= selected:
+                    blocks = request.resident[layer][head]
+                else:
+                    blocks = set(self.tier.layers[layer].head_map[row, head].tolist())
+                positions = [p for b in [*blocks, *local] for p in range(b * BLOCK, (b + 1) * BLOCK) if p < window.length]
+                tokens = self.req_to_token[row, positions]
+                exact = self.host.read(layer, tokens)[:, head]
+                assert sorted(map(tuple, attended.flatten(1).tolist())) == sorted(map(tuple, exact.flatten(1).tolist()))
+
+    def follow(self, layer: int, row: int, query: Tensor, length: int, cap: int) -> None:
+        """Capped eviction once more, on sets: compare with the head map."""
+        budget = self.layout.selected_blocks[layer]
+        candidates = self.tier.window(length).first_local
+        if candidates <= budget:
+            return
+        request = self.live[row]
+        for head in range(HEADS):
+            keys = torch.stack([self.host.kv[layer][request.pages[b], head, 0] for b in range(candidates)])
+            low, high = keys.amin(1).bfloat16().float(), keys.amax(1).bfloat16().float()
+            group = query.view(HEADS, 2, DIM)[head]
+            bounds = torch.maximum(group[:, None] * low, group[:, None] * high).sum(-1) * 0.5
+            score = torch.softmax(bounds, -1).mean(0)
+            score[: self.config.sink_blocks] = float("inf")
+            ranking = sorted(range(candidates), key=lambda b: -float(score[b]))[:budget]
+            resident, ages = request.resident[layer][head], request.last_selected[layer][head]
+            missing = [b for b in ranking if b not in resident]
+            for block in ranking:
+                if block in resident:
+                    ages[block] = self.steps
+            now = set(self.tier.layers[layer].head_map[row, head].tolist())
+            admitted = set(missing[:cap])
+            assert now - resident == admitted
+            evicted = resident - now
+            assert len(now) == budget
+            assert not evicted & set(ranking)
+            kept = resident & now - set(ranking)
+            if evicted and kept:
+                assert max(ages[b] for b in evicted) <= min(ages[b] for b in kept)
+            for block in evicted:
+                del ages[block]
+            ages.update(dict.fromkeys(admitted, self.steps))
+            request.resident[layer][head] = now
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), silent=st.booleans())
+    def finish(self, data: st.DataObject, silent: bool) -> None:
+        """A request ends; the row may be reused without the tier hearing of it."""
+        row = data.draw(st.sampled_from(sorted(self.live)))
+        request = self.live.pop(row)
+        self.free_pages.extend(request.pages)
+        self.free_rows.append(row)
+        if not silent:
+            self.tier.rows.release(row)
+        else:
+            # The stale set must neither be found nor be checked against pages that belong to others now.
+            assert self.tier.rows.find(row, request.generation + 1) is None
+            self.tier.rows.release(row)
+
+    @invariant()
+    def tiers_agree(self) -> None:
+        if getattr(self, "tier", None) is None:
+            return
+        self.controller.pipeline.drain()
+        check_integrity(self.tier, self.host, lambda row, n: host_pages(self.req_to_token, row, n * BLOCK, BLOCK))
+        assert {row for row, _ in self.tier.rows.items()} == set(self.live)
+
+    def teardown(self) -> None:
+        if getattr(self, "controller", None) is not None:
+            self.controller.close()
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def _built_tier(length: int = 10 * BLOCK + 3) -> tuple[Schedule, int]:
+    schedule = Schedule()
+    schedule.start(3, 8, 0, 1.0, "drop", "", 7)
+    schedule.prefill(length, 1)
+    (row,) = schedule.live
+    return schedule, row
+
+
+@pytest.mark.parametrize(
+    ("damage", "invariant"),
+    [
+        (lambda layer, row: layer.blocks[row, 0, 1].add_(1), "resident blocks mirror"),
+        (lambda layer, row: layer.head_map[row, 0, :2].fill_(4), "slot_of inverts head_map"),
+        (lambda layer, row: layer.slot_of[row, 1].fill_(0), "slot_of inverts head_map"),
+        (lambda layer, row: layer.summaries[row, 0, 2].add_(1), "summaries mirror"),
+        (lambda layer, row: layer.blocks[row, :, layer.local_slot(10)].zero_(), "local block 10"),
+        (lambda layer, row: layer.head_map[row, 0, 0].fill_(-1), "slots are occupied"),
+    ],
+)
+def test_integrity_check_notices_every_kind_of_damage(damage, invariant) -> None:  # type: ignore[no-untyped-def]
+    schedule, row = _built_tier()
+    schedule.tiers_agree()
+    damage(schedule.tier.layers[1], row)
+    with pytest.raises(IntegrityError, match=invariant):
+        schedule.tiers_agree()
+    schedule.teardown()
+
+
+def test_a_reused_row_does_not_serve_its_previous_request() -> None:
+    schedule, row = _built_tier()
+    old = schedule.live.pop(row)
+    schedule.free_rows.append(row)
+    plan = plan_decode(
+        schedule.tier,
+        number=1,
+        rows=[row],
+        generations=[old.generation + 1],
+        lengths=[old.length + 1],
+        rids=[],
+        req_to_token=schedule.req_to_token,
+    )
+    assert [cold.row for cold in plan.cold] == [row]
+    schedule.teardown()
+
+
+def test_draft_tokens_are_overwritten_and_never_summarised() -> None:
+    """Tokens beyond the committed length land in local slots; the next commit overwrites them; no summary sees them."""
+    config = LookaheadKVConfig.from_flags({"lookahead_kv_budget_tokens": 2 * BLOCK}, BLOCK)
+    layout = TierLayout.of(
+        config,
+        num_layers=1,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=torch.float32,
+        context_length=CONTEXT,
+        draft_tokens=BLOCK + 1,
+    )
+    tier = ResidentTier(layout, 2, torch.device("cpu"))
+    layer = tier.layers[0]
+    row, committed = torch.tensor([1]), BLOCK * 3 - 2
+    for length in range(committed, committed + 2 * BLOCK):
+        local = range(tier.window(length).first_local, tier.window(length).open_block + 1)
+        before = layer.blocks[1, :, [layer.local_slot(b) for b in local]].clone()
+        draft_positions = torch.arange(length, length + BLOCK + 1)
+        drafts = torch.full((BLOCK + 1, HEADS, DIM), float("nan"))
+        layer.write_tokens(row.expand(BLOCK + 1), draft_positions, drafts, drafts)
+        after = layer.blocks[1, :, [layer.local_slot(b) for b in local]]
+        fill = tier.window(length).open_fill
+        assert not after[:, :-1].isnan().any()
+        assert torch.equal(after[:, -1, :, :fill], before[:, -1, :, :fill])
+        token = torch.full((1, HEADS, DIM), float(length))
+        layer.write_tokens(row, torch.tensor([length]), token, token)
+        slot = layer.local_slot(length // BLOCK)
+        assert (layer.blocks[1, :, slot, :, length % BLOCK] == length).all()
+    assert not layer.summaries.any()
