@@ -248,7 +248,9 @@ def _layer_ids(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def _check_blocks(config: LookaheadKVConfig) -> None:
     if config.block_size not in SUPPORTED_BLOCK_SIZES:
         sizes = ", ".join(map(str, SUPPORTED_BLOCK_SIZES))
-        raise LookaheadKVError(f"--page-size {config.block_size} is not possible with lookahead KV: use one of {sizes}.")
+        raise LookaheadKVError(
+            f"--page-size {config.block_size} is not possible with lookahead KV: use one of {sizes}."
+        )
     if config.budget_tokens % config.block_size:
         _refuse(
             "lookahead_kv_budget_tokens", config.budget_tokens, f"give a multiple of the page size {config.block_size}"

@@ -123,7 +123,7 @@ def prefilled() -> tuple[SparseReference, PrefilledPrompt]:
 def replayed(served: Served, prefilled: tuple[SparseReference, PrefilledPrompt]) -> Replayed:
     reference, prompt = prefilled
     processed = served.output_ids[:DECODE_STEPS]
-    sparse = reference.decode_recorded(prompt, processed, served.steps)
+    sparse = reference.decode_recorded(prompt, processed, served.steps, scored_ahead=served.policy == "drop")
     deciding = sparse.scores
     if served.policy == "drop":
         first = reference.prompt_scores(

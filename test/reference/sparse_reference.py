@@ -96,9 +96,16 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, select: Callable[[int, Tensor], Tensor], *, first_local_block: Tensor, block_size: int, sink_blocks: int
+        self,
+        select: Callable[[int, Tensor], Tensor],
+        *,
+        first_local_block: Tensor,
+        candidates: Tensor,
+        block_size: int,
+        sink_blocks: int,
     ) -> None:
         self.select = select
+        self.candidates = candidates
         self.first_local_block = first_local_block
         self.block_size = block_size
         self.sink_blocks = sink_blocks
@@ -110,7 +117,7 @@ class DecodeAttention:
         scores = minmax_scores(
             query,
             key,
-            first_local_block=local,
+            first_local_block=self.candidates,
             block_size=block_size,
             scaling=scaling,
             sink_blocks=self.sink_blocks,
@@ -173,9 +180,17 @@ class SparseReference:
         return PrefilledPrompt(len(prompt_ids), logprobs[0], queries, cache)
 
     def decode_recorded(
-        self, prompt: PrefilledPrompt, output_ids: Sequence[int], steps: Sequence[StepSelection], sink_blocks: int = 0
+        self,
+        prompt: PrefilledPrompt,
+        output_ids: Sequence[int],
+        steps: Sequence[StepSelection],
+        *,
+        scored_ahead: bool = False,
+        sink_blocks: int = 0,
     ) -> Decoded:
         """Attends to recorded selections; step `i` processes `output_ids[i]` and needs `steps[i]`.
+
+        The scores of step `i` rank the blocks that are selectable in that step, or, `scored_ahead`, in the next one.
 
         Raises `ValueError` where the steps are not those of this prompt and output.
         """
@@ -183,9 +198,12 @@ class SparseReference:
         if [step.seq_len for step in steps] != expected:
             raise ValueError(f"the steps' lengths are not {expected[0]}..{expected[-1]}")
         selected = torch.stack([step.selected for step in steps], dim=1)
+        first_local = torch.tensor([step.first_local_block for step in steps])
+        opens_next = torch.tensor([step.seq_len % step.block_size == 0 for step in steps])
         attention = DecodeAttention(
             lambda layer, scores: selected[layer],
-            first_local_block=torch.tensor([step.first_local_block for step in steps]),
+            first_local_block=first_local,
+            candidates=first_local + opens_next if scored_ahead else first_local,
             block_size=steps[0].block_size,
             sink_blocks=sink_blocks,
         )
@@ -203,9 +221,11 @@ class SparseReference:
     ) -> Decoded:
         """Attends to the true top-`k` blocks of each step's own query, as policy `fetch` promises."""
         positions = torch.arange(prompt.length, prompt.length + len(output_ids))
+        first_local = (positions // block_size - recent_blocks).clamp(min=0)
         attention = DecodeAttention(
             lambda layer, scores: top_k(scores, k),
-            first_local_block=(positions // block_size - recent_blocks).clamp(min=0),
+            first_local_block=first_local,
+            candidates=first_local,
             block_size=block_size,
             sink_blocks=sink_blocks,
         )

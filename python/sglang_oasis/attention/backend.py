@@ -77,7 +77,9 @@ class LookaheadAttentionBackend(AttentionBackend):
         elif mode.is_extend_without_speculative() and not mode.is_mixed():
             self._prefill = self._plan_prefill(forward_batch)
         elif not mode.is_idle():
-            raise NotImplementedError(f"lookahead KV cannot run a {mode.name} batch; turn the feature off that makes it.")
+            raise NotImplementedError(
+                f"lookahead KV cannot run a {mode.name} batch; turn the feature off that makes it."
+            )
 
     def host_tokens(self) -> tuple[int, int]:
         """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""
@@ -144,8 +146,8 @@ class LookaheadAttentionBackend(AttentionBackend):
         index = layer.layer_id - self._kv_pool.start_layer
         self.host.write(index, forward_batch.out_cache_loc, key, value)
         for cold in plan.cold:
-            pages = step.pages[cold.index, : cold.window.open_block + 1]
-            self.controller.build(index, cold.row, cold.window, pages, query[cold.index, None], scale)
+            pages = step.pages[cold.entry, : cold.window.open_block + 1]
+            self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)
         self.controller.prepare(index, step, query, key, value, scale)
         if self._trace:
             self._trace.record(index, plan, self.tier)

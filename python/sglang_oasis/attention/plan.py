@@ -20,12 +20,12 @@ class ColdRow(NamedTuple):
     """A row that reached decode without a resident set; it is built from its first decode query.
 
     Attributes:
-        index: position in the batch.
+        entry: position in the batch.
         row: the row.
         window: its window before this step.
     """
 
-    index: int
+    entry: int
     row: int
     window: Window
 
@@ -133,17 +133,17 @@ def plan_decode(
         req_to_token: SGLang's [rows, context] table of KV indices.
     """
     cold, before, windows = [], [], []
-    for index, (row, generation, length) in enumerate(zip(rows, generations, lengths, strict=True)):
+    for entry, (row, generation, length) in enumerate(zip(rows, generations, lengths, strict=True)):
         state = tier.rows.find(row, generation)
         if state is None:
             state = tier.rows.claim(row, generation, tier.window(length - 1))
-            cold.append(ColdRow(index, row, state.window))
+            cold.append(ColdRow(entry, row, state.window))
         before.append(state.window)
         windows.append(tier.window(length))
         state.advance(windows[-1])
-    index = torch.tensor(rows)
-    pages = host_pages(req_to_token, index.to(req_to_token.device), max(lengths), tier.layout.block_size)
-    return DecodePlan(DecodeStep(number, index, before, windows, pages), cold, rids, tier.layout)
+    row_index = torch.tensor(rows)
+    pages = host_pages(req_to_token, row_index.to(req_to_token.device), max(lengths), tier.layout.block_size)
+    return DecodePlan(DecodeStep(number, row_index, before, windows, pages), cold, rids, tier.layout)
 
 
 def plan_prefill(
@@ -165,9 +165,7 @@ def plan_prefill(
     """
     requests = []
     start = 0
-    for row, generation, prefix, count, last in zip(
-        rows, generations, prefixes, new_tokens, last_chunks, strict=True
-    ):
+    for row, generation, prefix, count, last in zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True):
         window = tier.window(prefix + count)
         pages = host_pages(req_to_token, row, window.length, tier.layout.block_size)
         requests.append(PrefillRequest(row, slice(start, start + count), prefix, window, pages, last))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.pipeline import Stage, StagePipeline
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.lookahead.step import DecodeStep
-from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.ops.eviction import Admissions, capped_eviction
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import fetch_cap
@@ -76,9 +76,7 @@ class LookaheadController:
             tier.layout.num_layers,
         )
 
-    def build(
-        self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor, scale: float
-    ) -> None:
+    def build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor, scale: float) -> None:
         """Build a row's first resident set from its last prompt queries, so that decode never starts cold.
 
         Args:
@@ -166,8 +164,8 @@ class LookaheadController:
         if task is None:
             return
         _, admissions = self._transfer(self._select(self._predict(task)))
-        self.counters.blocks_urgent += admissions.index.numel()
-        self.counters.misses += admissions.index.numel()
+        self.counters.blocks_urgent += admissions.entry.numel()
+        self.counters.misses += admissions.entry.numel()
 
     def _score(self, queries: Tensor, summaries: Tensor, candidates: Tensor, scale: float) -> Tensor:
         scores = self._select_blocks(queries, summaries, candidates, scale)
@@ -193,12 +191,12 @@ class LookaheadController:
     def _transfer(self, selected: tuple[_Prediction, Admissions]) -> tuple[_Prediction, Admissions]:
         """Stage 3: gather the blocks from the host and update the head map."""
         task, admissions = selected
-        count = admissions.index.numel()
+        count = admissions.entry.numel()
         if count:
-            pages = task.pages[admissions.index.cpu(), admissions.block.cpu()]
+            pages = task.pages[admissions.entry.cpu(), admissions.block.cpu()]
             chunks = self.host.kv[task.layer][pages, admissions.head.cpu()].to(self.tier.device)
             self.tier.layers[task.layer].admit(
-                task.rows[admissions.index], admissions.head, admissions.slot, admissions.block, chunks, task.step
+                task.rows[admissions.entry], admissions.head, admissions.slot, admissions.block, chunks, task.step
             )
         self.counters.blocks_fetched += count
         self.counters.evictions += count

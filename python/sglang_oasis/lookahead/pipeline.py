@@ -29,7 +29,9 @@ class StagePipeline:
     def __init__(self, stages: Sequence[Stage], num_layers: int) -> None:
         self._stages = stages
         self._threads = [
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"lookahead-{stage.name}", initializer=_one_torch_thread)
+            ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix=f"lookahead-{stage.name}", initializer=_one_torch_thread
+            )
             for stage in stages
         ]
         self._pending: list[Future[None] | None] = [None] * num_layers

@@ -61,7 +61,7 @@ def minmax(queries: Tensor, summaries: Tensor, candidates: Tensor, scale: float)
 
     The mean of softmaxes keeps about one point more attention mass than the maximum over the group.
     """
-    n, num_queries, query_heads, head_dim = queries.shape
+    n, num_queries, _, head_dim = queries.shape
     kv_heads, num_blocks = summaries.shape[1:3]
     grouped = queries.view(n, num_queries, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
     scores = bound_scores(grouped, summaries).mul_(scale)

@@ -33,7 +33,7 @@ def resident_decode_attention(
     Returns:
         [n, H*G, D], dtype of `query`.
     """
-    n, query_heads, head_dim = query.shape
+    _, query_heads, head_dim = query.shape
     kv_heads = blocks.shape[1]
     out = torch.empty_like(query)
     for i, row in enumerate(rows.tolist()):

@@ -14,14 +14,14 @@ class Admissions(NamedTuple):
     """Blocks to load, one entry each: int64 vectors of equal length `n_admit`, plus what the cap left out.
 
     Attributes:
-        index: position in the batch of rows given to `capped_eviction`.
+        entry: position in the batch of rows given to `capped_eviction`.
         head: KV head.
         slot: resident slot to overwrite.
         block: logical block to load.
         deferred: number of predicted blocks that are neither resident nor admitted.
     """
 
-    index: Tensor
+    entry: Tensor
     head: Tensor
     slot: Tensor
     block: Tensor
@@ -54,11 +54,11 @@ def capped_eviction(predicted: Tensor, slot_of: Tensor, last_selected: Tensor, s
     width = min(cap, predicted.shape[-1])
     best_missing = torch.sort(missing, dim=-1, descending=True, stable=True).indices[..., :width]
     oldest = torch.sort(last_selected, dim=-1, stable=True).indices[..., :width]
-    index, head, rank = missing.gather(-1, best_missing).nonzero(as_tuple=True)
+    entry, head, rank = missing.gather(-1, best_missing).nonzero(as_tuple=True)
     return Admissions(
-        index=index,
+        entry=entry,
         head=head,
-        slot=oldest[index, head, rank],
-        block=predicted[index, head, best_missing[index, head, rank]],
-        deferred=wanted - index.numel(),
+        slot=oldest[entry, head, rank],
+        block=predicted[entry, head, best_missing[entry, head, rank]],
+        deferred=wanted - entry.numel(),
     )

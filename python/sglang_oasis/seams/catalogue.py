@@ -31,7 +31,15 @@ class Seam:
 
 def seams() -> list[Seam]:
     """Every hook of this package but the one on ServerArgs."""
-    from sglang_oasis.seams import beam_search, forward_batch, fused_kv_write, http_server, internal_state, kv_pool, sizing
+    from sglang_oasis.seams import (
+        beam_search,
+        forward_batch,
+        fused_kv_write,
+        http_server,
+        internal_state,
+        kv_pool,
+        sizing,
+    )
 
     return [
         *kv_pool.SEAMS,

@@ -70,7 +70,9 @@ class HostKVPool(MHATokenToKVPool):
         self.host.write(layer_idx, loc, cache_k, cache_v)
 
     def _get_key_buffer(self, layer_id: int) -> NoReturn:
-        raise NotImplementedError("the host KV pool has no token-major key buffer; only lookahead_kv attention reads it.")
+        raise NotImplementedError(
+            "the host KV pool has no token-major key buffer; only lookahead_kv attention reads it."
+        )
 
     _get_value_buffer = _get_key_buffer
 
