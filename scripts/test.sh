@@ -11,6 +11,7 @@ bash scripts/setup_env.sh --test
 export PATH=$OASIS_VENV/bin:$PATH
 export PYTHONPATH=$repo/python # a shared environment may meanwhile be linked to another checkout
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads of two processes starve each other
 
 run() {
     printf '\n[test] %s\n' "$*"

@@ -21,6 +21,8 @@ from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
+from sglang_oasis.observability.metrics import MetricsExporter
+from sglang_oasis.observability.report import statistics
 from sglang_oasis.observability.trace import SelectionTrace
 from sglang_oasis.ops.attention import dense_extend_attention, resident_decode_attention
 from sglang_oasis.tier.host_pool import HostPool
@@ -47,6 +49,9 @@ class LookaheadAttentionBackend(AttentionBackend):
         config: the validated configuration.
         layout: sizes of the tiers.
         host: the host pool that the runner's KV pool wraps.
+
+    Attributes:
+        exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
     """
 
     needs_cpu_seq_lens = True
@@ -62,7 +67,8 @@ class LookaheadAttentionBackend(AttentionBackend):
         self._runner = runner
         self._kv_pool = runner.token_to_kv_pool
         self._rows = runner.req_to_token_pool
-        self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens))
+        self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle))
+        self.exporter: MetricsExporter | None = None
         debug = DebugEnv.read()
         self._integrity_interval = debug.integrity_interval
         self._trace = SelectionTrace(debug.trace_dir, layout) if debug.trace_dir else None
@@ -158,10 +164,20 @@ class LookaheadAttentionBackend(AttentionBackend):
         self.controller.look_ahead(index, step, query, scale)
         return out.view(q.shape)
 
+    def _publish_when_due(self) -> None:
+        if self.exporter is not None and self.exporter.due():
+            self.exporter.publish(statistics(self))
+
+    def _publish_when_idle(self) -> None:
+        """The last row is gone: no decode step will publish what is true from now on."""
+        if self.exporter is not None and not len(self.tier.rows):
+            self.exporter.publish(statistics(self))
+
     def _plan_decode(self, forward_batch: ForwardBatch) -> DecodePlan:
         number = self.controller.counters.decode_steps = self.controller.counters.decode_steps + 1
         if self._integrity_interval and number % self._integrity_interval == 0:
             self.check_integrity()
+        self._publish_when_due()
         rows = forward_batch.req_pool_indices.tolist()
         lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         return plan_decode(

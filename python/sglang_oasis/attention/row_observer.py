@@ -6,6 +6,8 @@ flush. Nothing depends on this for correctness: a reused row is recognised by it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from sglang_oasis.tier.rows import RowTable
@@ -17,17 +19,21 @@ class RowObserver:
     Args:
         rows: the table to keep current.
         dense_capacity: tokens that SGLang may schedule; the whole host pool, since this cache takes none of it.
+        on_release: called after rows were given up.
     """
 
-    def __init__(self, rows: RowTable, dense_capacity: int) -> None:
+    def __init__(self, rows: RowTable, dense_capacity: int, on_release: Callable[[], None]) -> None:
         self._rows = rows
+        self._on_release = on_release
         self.dense_capacity = dense_capacity
 
     def free(self, row: int) -> None:
         self._rows.release(int(row))
+        self._on_release()
 
     def clear(self) -> None:
         self._rows.clear()
+        self._on_release()
 
     def reset_allocator(self) -> None:
         """Nothing to do: no allocator of this cache depends on SGLang's."""

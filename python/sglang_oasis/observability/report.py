@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_oasis.attention.backend import LookaheadAttentionBackend
+if TYPE_CHECKING:
+    from sglang_oasis.attention.backend import LookaheadAttentionBackend
 
 
 def start_up_summary(backend: LookaheadAttentionBackend) -> str:

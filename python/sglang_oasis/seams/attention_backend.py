@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import start_up_summary
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
@@ -41,5 +42,13 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
         )
     config = config_of(runner.server_args, runner.page_size)
     backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
+    if runner.server_args.enable_metrics:
+        backend.exporter = MetricsExporter(_metric_labels(runner))
     logger.info("%s", start_up_summary(backend))
     return backend
+
+
+def _metric_labels(runner: Any) -> dict[str, str]:
+    from sglang.srt.runtime_context import get_parallel, get_serving
+
+    return {"model_name": get_serving().served_model_name, "tp_rank": str(get_parallel().tp_rank)}

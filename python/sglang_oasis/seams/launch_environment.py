@@ -1,13 +1,24 @@
-"""What a launch needs from the machine: a free port and a whole model folder."""
+"""What a launch needs from the machine: a free port, a whole model folder, threads that share the cores."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_oasis.errors import LookaheadKVError
+
+
+def wait_passively() -> None:
+    """Let OpenMP threads of the processes to be started sleep at barriers instead of spinning.
+
+    The forward pass shares the cores with the background pipeline. A thread that spins while its partner is
+    descheduled blocks both: on a machine whose cores are all busy, a decode step took 60 times as long. A value of
+    OMP_WAIT_POLICY that is set already stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def check_port(host: str | None, port: int) -> None:

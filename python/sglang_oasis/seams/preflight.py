@@ -12,7 +12,7 @@ from typing import Any
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
-from sglang_oasis.seams.launch_environment import check_model_folder, check_port
+from sglang_oasis.seams.launch_environment import check_model_folder, check_port, wait_passively
 from sglang_oasis.seams.server_args import config_of
 
 # Field of ServerArgs -> values with which lookahead KV works. The flag is the field's name with dashes.
@@ -106,6 +106,8 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
     device_is_host = view.device == "cpu"
+    if device_is_host:
+        wait_passively()
     budget = divide_memory(
         config_of(server_args, view.page_size),
         layout,

@@ -1,0 +1,77 @@
+"""The small pool of the life-cycle tests: its flags, its prompts, and what "the same answer" and "no leak" mean."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from sglang_oasis.reference_model import reference_model_path
+from test.e2e.server import Server
+from test.reference.corpus import real_text_tokens
+
+LAYERS = 4
+PAGE = 16
+BUDGET = 128
+CHUNK = 64
+CONTEXT = 1024
+POOL_TOKENS = 2560
+MOST_REQUESTS = 16
+CORPUS_TOKENS = 40_000
+LOGPROB_TOLERANCE = 1e-3
+
+FLAGS = (
+    *("--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(BUDGET)),
+    # Each step attends to the true top-K: what a request answers does not depend on what is resident.
+    *("--lookahead-kv-miss-policy", "fetch", "--dtype", "float32"),
+    *("--context-length", str(CONTEXT), "--max-total-tokens", str(POOL_TOKENS)),
+    *("--max-running-requests", str(MOST_REQUESTS), "--chunked-prefill-size", str(CHUNK)),
+    # Admit requests in the hope that they end early; here they do not, and some are retracted.
+    *("--schedule-conservativeness", "0.3"),
+    *("--enable-priority-scheduling", "--default-priority-value", "0"),
+    "--sleep-on-idle",  # other tests' servers want the cores
+)
+
+
+@functools.cache
+def _corpus() -> list[int]:
+    return real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), CORPUS_TOKENS)
+
+
+def text(start: int, tokens: int) -> list[int]:
+    """Token ids of real text, `tokens` of them from `start` on."""
+    assert start + tokens <= CORPUS_TOKENS
+    return _corpus()[start : start + tokens]
+
+
+def cached_tokens(response: dict[str, Any]) -> int:
+    """Prompt tokens that came from the prefix cache."""
+    return response["meta_info"]["cached_tokens"]
+
+
+def finish_type(response: dict[str, Any]) -> str:
+    return response["meta_info"]["finish_reason"]["type"]
+
+
+def assert_same_answer(response: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same tokens, with the same log-probabilities: a wrong KV token shows in these long before it shows in those."""
+    assert response["output_ids"] == expected["output_ids"]
+    logprobs, expected_logprobs = (
+        [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]] for answer in (response, expected)
+    )
+    assert len(logprobs) == len(response["output_ids"])
+    largest = max(abs(a - b) for a, b in zip(logprobs, expected_logprobs, strict=True))
+    assert largest < LOGPROB_TOLERANCE
+
+
+def assert_baseline(server: Server) -> None:
+    """No request is left, and with the prefix cache flushed nothing is held in any pool."""
+    server.wait_until_idle()
+    flush = server.post("/flush_cache?timeout=10")
+    assert flush.ok, flush.text
+    stats = server.stats()
+    assert stats["rows"]["active"] == 0
+    assert stats["host_tokens"]["used"] == 0
+    assert stats["bytes"]["resident"] == 0
+    assert stats["bytes"]["summaries"] == 0
