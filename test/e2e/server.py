@@ -118,6 +118,8 @@ def launch_server(*flags: str, env: dict[str, str] | None = None, model: Path | 
             print(f"--- last lines of the server ({' '.join(flags)}) ---\n{tail(log)}")
             raise
         finally:
+            if process.poll() is not None:
+                print(f"--- the server died ({' '.join(flags)}) ---\n{tail(log, 80)}")
             stop_group(process)
 
 

@@ -12,6 +12,10 @@ from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
 from sglang_oasis.tier.rows import RowState
 
 
+RECOMPUTED_FLOAT32, RECOMPUTED_16_BIT = 1e-3, 0.1
+"""Relative difference of a key or value vector that may come from computing it in another batch."""
+
+
 class IntegrityError(AssertionError):
     """An invariant of the tiers does not hold."""
 
@@ -59,18 +63,29 @@ def _check_contents(layer: ResidentLayer, row: int, state: RowState, host_kv: Te
     used = min(layer.selected, state.window.first_local)
     head_map = layer.head_map[row, :, :used].long().cpu()
     heads = torch.arange(head_map.shape[0]).unsqueeze(1)
-    same = torch.equal(layer.blocks[row, :, :used].cpu(), host_kv[pages[head_map], heads])
-    _require(same, "resident blocks mirror their host pages")
+    _require(
+        _mirrors(layer.blocks[row, :, :used], host_kv[pages[head_map], heads]),
+        "resident blocks mirror their host pages",
+    )
     for block in range(state.window.first_local, state.window.open_block + 1):
         fill = state.window.open_fill if block == state.window.open_block else layer.block_size
-        resident = layer.blocks[row, :, layer.local_slot(block), :, :fill].cpu()
-        _require(
-            torch.equal(resident, host_kv[pages[block], :, :, :fill]), f"local block {block} mirrors its host page"
-        )
+        resident = layer.blocks[row, :, layer.local_slot(block), :, :fill]
+        _require(_mirrors(resident, host_kv[pages[block], :, :, :fill]), f"local block {block} mirrors its host page")
 
 
 def _check_summaries(layer: ResidentLayer, row: int, state: RowState, host_summaries: Tensor, pages: Tensor) -> None:
     complete = state.summarised_blocks
     _require(complete == state.window.complete_blocks, "every completed block has a summary, and no other")
-    resident = layer.summaries[row, :, :complete].transpose(0, 1).cpu()
-    _require(torch.equal(resident, host_summaries[pages[:complete]]), "resident summaries mirror the host's")
+    resident = layer.summaries[row, :, :complete].transpose(0, 1)
+    _require(_mirrors(resident, host_summaries[pages[:complete]]), "resident summaries mirror the host's")
+
+
+def _mirrors(resident: Tensor, host: Tensor) -> Tensor:
+    """Whether each vector [..., D] equals the host's, up to the rounding of computing it again.
+
+    When two requests compute the same page, SGLang's radix tree keeps one and points both rows to it. The copy that was
+    dropped may differ in the last bits, because it was computed in another batch.
+    """
+    tolerance = RECOMPUTED_FLOAT32 if host.dtype == torch.float32 else RECOMPUTED_16_BIT
+    resident, host = resident.cpu().double(), host.double()
+    return ((resident - host).norm(dim=-1) <= tolerance * (host.norm(dim=-1) + 1e-6)).all()

@@ -1,0 +1,18 @@
+"""In the device bytes that hold R dense requests, at least 4R decode at once (the first layers of the real model)."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmark.capacity import Workload, measure
+
+pytestmark = pytest.mark.e2e
+
+
+def test_four_times_as_many_requests_decode_in_the_same_bytes() -> None:
+    workload = Workload(layers=4, dense_requests=4, clients=20)
+    outcomes = measure(workload)
+    assert outcomes["stock"].running == workload.dense_requests
+    assert outcomes["lookahead"].running >= 4 * workload.dense_requests
+    assert outcomes["lookahead"].device_bytes <= workload.device_bytes
+    assert outcomes["stock"].finished == outcomes["lookahead"].finished == workload.clients

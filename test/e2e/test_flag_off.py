@@ -1,0 +1,126 @@
+"""With the flag off an installed package changes nothing: no hook, no backend, no platform where SGLang has one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sglang_oasis.reference_model import truncated_model_path
+
+pytestmark = pytest.mark.e2e
+
+PROLOGUE = """
+import json, sys
+import torch
+cuda = sys.argv[1] == "cuda"
+if cuda:
+    torch.cuda.is_available = lambda: True
+from sglang_oasis.plugin import activate_platform
+print("platform", activate_platform())
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+"""
+
+STATE = """
+from sglang.srt.arg_groups import resolution_hooks
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+print("hooks", sorted(HookRegistry._patched))
+print("steps", sorted(resolution_hooks._HOOKS))
+print("backend", "lookahead_kv" in ATTENTION_BACKEND_CHOICES)
+print("excepthook", sys.excepthook is sys.__excepthook__)
+"""
+
+
+def run(script: str, machine: str) -> dict[str, str]:
+    """Run a script in a fresh interpreter; its output lines are `key value`."""
+    result = subprocess.run(
+        [sys.executable, "-c", script, machine, str(truncated_model_path(4))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(line.split(" ", 1) for line in result.stdout.splitlines() if " " in line)
+
+
+@pytest.mark.parametrize(
+    ("machine", "platform"), [("cuda", "None"), ("cpu", "sglang_oasis.platform.cpu.OasisCpuPlatform")]
+)
+def test_without_the_flag_only_the_flags_are_there(machine: str, platform: str) -> None:
+    arguments = (
+        "import sglang.srt.server_args as s; a = s.ServerArgs(model_path=sys.argv[2]); assert not a.enable_lookahead_kv"
+    )
+    state = run(PROLOGUE + arguments + STATE, machine)
+    assert state == {
+        "platform": platform,
+        "hooks": "['sglang.srt.server_args.ServerArgs']",
+        "steps": "[]",
+        "backend": "False",
+        "excepthook": "True",
+    }
+
+
+def test_with_the_flag_every_hook_takes_also_in_a_process_that_unpickles_the_arguments() -> None:
+    """A scheduler gets its ServerArgs before its plugins are loaded."""
+    child = """
+import multiprocessing, sys
+def child(arguments):
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    from sglang_oasis.seams import catalogue
+    catalogue.verify()
+    print("verified", len(catalogue.seams()), flush=True)
+if __name__ == "__main__":
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    import sglang.srt.server_args as s
+    arguments = s.ServerArgs(model_path=sys.argv[2], enable_lookahead_kv=True)
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(arguments,))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "spawns.py"
+        script.write_text(child)
+        result = subprocess.run(
+            [sys.executable, str(script), "cpu", str(truncated_model_path(4))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert "verified 8" in result.stdout
+
+
+def test_a_hook_that_did_not_take_stops_the_start() -> None:
+    script = (
+        PROLOGUE
+        + """
+import sglang.srt.server_args as s
+s.ServerArgs(model_path=sys.argv[2], enable_lookahead_kv=True)
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.seams import catalogue
+catalogue.verify()
+HookRegistry._patched.discard("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new")
+try:
+    catalogue.verify()
+except LookaheadKVError as error:
+    print("refused", error)
+"""
+    )
+    assert "ForwardBatch.init_new did not take" in run(script, "cpu")["refused"]
+
+
+def test_help_shows_every_flag_under_its_own_heading() -> None:
+    from sglang_oasis.config import KNOBS
+
+    script = PROLOGUE + "import sglang.srt.server_args as s; s.prepare_server_args(['--help'])"
+    result = subprocess.run([sys.executable, "-c", script, "cpu"], capture_output=True, text=True, check=True, env=None)
+    heading = result.stdout.index("lookahead KV (sglang-oasis)")
+    for flag in ("--enable-lookahead-kv", *(knob.flag for knob in KNOBS)):
+        assert flag in result.stdout[heading:]
