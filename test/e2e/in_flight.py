@@ -17,7 +17,7 @@ class InFlight:
     Args:
         server: the server.
         prompt: token ids.
-        max_new_tokens: tokens to generate; the end-of-sequence token does not end the request.
+        max_new_tokens: tokens to generate.
         stream: answer token by token.
         sampling: more sampling parameters; greedy unless they say otherwise.
         request: top-level fields, e.g. `rid` or `priority`.
@@ -38,7 +38,6 @@ class InFlight:
             "sampling_params": {
                 "max_new_tokens": max_new_tokens,
                 "temperature": 0,
-                "ignore_eos": True,
                 **(sampling or {}),
             },
             "stream": stream,

@@ -119,7 +119,7 @@ class Schedule(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 tokens = self.req_to_token[row, prefix:end]
                 keys, values = self.random(2, end - prefix, HEADS, DIM)
-                self.host.write(layer, tokens, keys, values)
+                self.controller.write_through(layer, tokens, keys, values)
                 self.host.summarise(layer, plan.completed_pages)
                 (part,) = plan.requests
                 if part.builds:
@@ -159,7 +159,7 @@ class Schedule(RuleBasedStateMachine):
         for layer in range(LAYERS):
             keys, values = self.random(len(rows), HEADS, DIM), self.random(len(rows), HEADS, DIM)
             query = self.random(len(rows), 2 * HEADS, DIM)
-            self.host.write(layer, written, keys, values)
+            self.controller.write_through(layer, written, keys, values)
             self.controller.prepare(layer, plan.step, query, keys, values, 0.5)
             self.check_attended(layer, plan)
             if self.config.miss_policy == "fetch":

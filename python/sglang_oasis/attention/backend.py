@@ -117,7 +117,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         assert plan is not None
         query, key, value = _split_heads(layer, q, k, v)
         index = layer.layer_id - self._kv_pool.start_layer
-        self.host.write(index, forward_batch.out_cache_loc, key, value)
+        self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         self.host.summarise(index, plan.completed_pages)
         out = torch.empty_like(query)
         for request in plan.requests:
@@ -150,7 +150,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         step, scale = plan.step, layer.scaling
         query, key, value = _split_heads(layer, q, k, v)
         index = layer.layer_id - self._kv_pool.start_layer
-        self.host.write(index, forward_batch.out_cache_loc, key, value)
+        self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1]
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)

@@ -1,7 +1,7 @@
 """Runs the resident tier through a request's life: built at the end of prefill, then one step ahead of decode.
 
-Per layer and decode step: `prepare` (wait for this layer's own transfer, take in the new token), the attention call,
-then `look_ahead` (hand the lookahead query to the background pipeline). Each layer owns its state, so only the order
+Per layer and decode step: `write_through` (wait for this layer's own transfer, store the new tokens in the host pool),
+`prepare` (take them into the resident tier), the attention call, then `look_ahead` (hand the lookahead query to the background pipeline). Each layer owns its state, so only the order
 within a layer matters; that order is kept by `StagePipeline.wait`.
 """
 
@@ -76,6 +76,20 @@ class LookaheadController:
             tier.layout.num_layers,
         )
 
+    def write_through(self, layer: int, indices: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new tokens in the host pool; the first thing a forward pass does in a layer.
+
+        It waits for the layer's own transfer: SGLang may have freed pages that the transfer still reads, and this pass
+        may be the one that writes over them.
+
+        Args:
+            layer: layer of this rank.
+            indices: [T], KV indices.
+            key, value: [T, H, D].
+        """
+        self.pipeline.wait(layer)
+        self.host.write(layer, indices, key, value)
+
     def build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor, scale: float) -> None:
         """Build a row's first resident set from its last prompt queries, so that decode never starts cold.
 
@@ -87,7 +101,6 @@ class LookaheadController:
             queries: [Q, H*G, D], the last prompt queries, newest last.
             scale: softmax scale.
         """
-        self.pipeline.wait(layer)
         resident = self.tier.layers[layer]
         complete = pages[: window.complete_blocks]
         summaries = self.host.summaries[layer][complete].to(self.tier.device).transpose(0, 1)
@@ -113,7 +126,6 @@ class LookaheadController:
             query: [n, H*G, D]; key, value: [n, H, D], of the new tokens.
             scale: softmax scale.
         """
-        self.pipeline.wait(layer)
         resident = self.tier.layers[layer]
         for row, block in step.graduates():
             resident.graduate(row, block, step.number)

@@ -11,7 +11,6 @@ from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
 from sglang_oasis.tier.rows import RowState
 
-
 RECOMPUTED_FLOAT32, RECOMPUTED_16_BIT = 1e-3, 0.1
 """Relative difference of a key or value vector that may come from computing it in another batch."""
 
