@@ -30,6 +30,7 @@ FLAGS = (
     # Admit requests in the hope that they end early; here they do not, and some are retracted.
     *("--schedule-conservativeness", "0.3"),
     *("--enable-priority-scheduling", "--default-priority-value", "0"),
+    *("--load-snapshot-publish-interval", "1"),  # else /v1/loads tells the past
     "--sleep-on-idle",  # other tests' servers want the cores
 )
 
@@ -55,7 +56,7 @@ def finish_type(response: dict[str, Any]) -> str:
 
 
 def assert_same_answer(response: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same tokens, with the same log-probabilities: a wrong KV token shows in these long before it shows in those."""
+    """The same tokens, with the same log-probabilities: a wrong KV token shows in the second long before the first."""
     assert response["output_ids"] == expected["output_ids"]
     logprobs, expected_logprobs = (
         [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]] for answer in (response, expected)

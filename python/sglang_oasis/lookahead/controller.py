@@ -1,8 +1,8 @@
 """Runs the resident tier through a request's life: built at the end of prefill, then one step ahead of decode.
 
 Per layer and decode step: `write_through` (wait for this layer's own transfer, store the new tokens in the host pool),
-`prepare` (take them into the resident tier), the attention call, then `look_ahead` (hand the lookahead query to the background pipeline). Each layer owns its state, so only the order
-within a layer matters; that order is kept by `StagePipeline.wait`.
+`prepare` (take them into the resident tier), the attention call, then `look_ahead` (hand the lookahead query to the
+background pipeline). Each layer owns its state, so only the order within a layer matters; `StagePipeline.wait` keeps it.
 """
 
 from __future__ import annotations
