@@ -54,8 +54,9 @@ class Workload:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV that the device budget holds."""
-        return self.dense_requests * -(-(self.prompt_tokens + self.output_tokens) // PAGE) * PAGE
+        """Tokens of KV that the device budget holds; SGLang admits a request only with a page or two to spare."""
+        pages = -(-(self.prompt_tokens + self.output_tokens) // PAGE) + 2
+        return self.dense_requests * pages * PAGE
 
     @property
     def model(self) -> Path:

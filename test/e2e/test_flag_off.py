@@ -15,10 +15,10 @@ PROLOGUE = """
 import json, sys
 import torch
 cuda = sys.argv[1] == "cuda"
-if cuda:
-    torch.cuda.is_available = lambda: True
 from sglang_oasis.plugin import activate_platform
-print("platform", activate_platform())
+from unittest.mock import patch
+with patch("torch.cuda.is_available", lambda: cuda):
+    print("platform", activate_platform())
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -94,7 +94,7 @@ if __name__ == "__main__":
             text=True,
             check=True,
         )
-    assert "verified 8" in result.stdout
+    assert "verified 9" in result.stdout
 
 
 def test_a_hook_that_did_not_take_stops_the_start() -> None:

@@ -17,11 +17,14 @@ from test.e2e.in_flight import InFlight
 from test.e2e.server import Server
 from test.e2e.small_pool import (
     CONTEXT,
+    LOGPROB_TOLERANCE,
+    MOST_REQUESTS,
     PAGE,
     assert_baseline,
     assert_same_answer,
     cached_tokens,
     finish_type,
+    logprobs,
     text,
 )
 
@@ -61,6 +64,15 @@ def abort(server: Server, **which: Any) -> None:
     assert server.post("/abort_request", **which).ok
 
 
+def abort_all(server: Server, requests: list[InFlight]) -> None:
+    """Every one of the requests, which are all there are, ends by the abort."""
+    abort(server, abort_all=True)
+    for request in requests:
+        response = request.result()
+        assert finish_type(response) == "abort"
+        assert response["meta_info"]["completion_tokens"] < ENDLESS
+
+
 def load(server: Server) -> dict[str, Any]:
     (rank,) = server.get("/v1/loads?include=core").json()["loads"]
     return rank
@@ -68,6 +80,31 @@ def load(server: Server) -> dict[str, Any]:
 
 def decode_steps(server: Server) -> int:
     return server.stats()["counters"]["decode_steps"]
+
+
+def agreement(one: list[float], other: list[float]) -> int:
+    """How many values are the same before the first that is not."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=True)) if abs(a - b) > LOGPROB_TOLERANCE), len(one)
+    )
+
+
+def retractions(response: dict[str, Any]) -> int:
+    return response["meta_info"]["num_retractions"]
+
+
+def assert_right_after_retractions(server: Server, prompt: list[int], response: dict[str, Any]) -> None:
+    """Each part of the answer is what the prompt with the parts before it answers alone.
+
+    A retracted request loses the KV of its answer and takes it up again as a longer prompt, whose attention is dense:
+    beyond the budget it goes on as that prompt would, and not as if it had not been retracted.
+    """
+    answer, done, parts = response["output_ids"], 0, 0
+    while done < len(answer):
+        assert parts <= retractions(response), f"output token {done} is not what the tokens before it lead to"
+        part = alone(server, prompt + answer[:done], len(answer) - done)
+        done += agreement(logprobs(response)[done:], logprobs(part))
+        parts += 1
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -140,15 +177,15 @@ def test_a_request_ends_by_length_at_the_end_of_the_context(server: Server) -> N
 
 
 def test_abort_in_the_queue(server: Server) -> None:
-    fill_the_pool(server)
+    blockers = fill_the_pool(server)
     queued = send(server, text(4000, LONG), ENDLESS, rid="queued")
     wait_until(lambda: load(server)["num_waiting_reqs"] == 1)
     abort(server, rid="queued")
     response = queued.result()
     assert finish_type(response) == "abort"
     assert response["meta_info"]["completion_tokens"] == 0
-    assert server.stats()["rows"]["active"] == 3
-    abort(server, abort_all=True)
+    assert server.stats()["rows"]["active"] == len(blockers)
+    abort_all(server, blockers)
 
 
 def test_abort_in_chunked_prefill(server: Server) -> None:
@@ -183,20 +220,17 @@ def test_abort_all_in_all_stages_at_once(server: Server) -> None:
     # One of them is in chunked prefill, the others wait for it.
     entering = [send(server, text(4000 + i * LONG, LONG), ENDLESS) for i in range(3)]
     wait_until(lambda: load(server)["num_waiting_reqs"] >= 1)
-    abort(server, abort_all=True)
-    responses = [request.result() for request in decoding + entering]
-    assert [finish_type(response) for response in responses] == ["abort"] * 5
-    assert all(response["meta_info"]["completion_tokens"] < ENDLESS for response in responses)
+    abort_all(server, decoding + entering)
 
 
 def test_disconnect_in_the_queue(server: Server) -> None:
-    fill_the_pool(server)
+    blockers = fill_the_pool(server)
     queued = send(server, text(4000, LONG), ENDLESS)
     wait_until(lambda: load(server)["num_waiting_reqs"] == 1)
     queued.disconnect()
     wait_until(lambda: load(server)["num_waiting_reqs"] == 0)
-    assert server.stats()["rows"]["active"] == 3
-    abort(server, abort_all=True)
+    assert server.stats()["rows"]["active"] == len(blockers)
+    abort_all(server, blockers)
 
 
 def test_disconnect_in_chunked_prefill(server: Server) -> None:
@@ -226,13 +260,27 @@ def test_disconnect_in_decode(server: Server) -> None:
 # --- sharing the pools ---
 
 
-def test_retracted_requests_come_back_with_the_same_answer(server: Server) -> None:
+def test_retracted_requests_within_the_budget_come_back_with_the_same_answer(server: Server) -> None:
     prompts = [text(i * 200, 150) for i in range(14)]  # they fit the pool, with their answers they do not
-    expected = [alone(server, prompt, 40) for prompt in prompts]
     responses = [request.result() for request in [send(server, prompt, 40) for prompt in prompts]]
-    assert sum(response["meta_info"]["num_retractions"] for response in responses) > 0
-    for response, one in zip(responses, expected, strict=True):
-        assert_same_answer(response, one)
+    for prompt, response in retracted_and_some_others(prompts, responses):
+        assert_same_answer(response, alone(server, prompt, 40))
+
+
+def test_retracted_requests_beyond_the_budget_come_back_with_the_right_answer(server: Server) -> None:
+    prompts = [text(i * 400, 300) for i in range(8)]
+    responses = [request.result() for request in [send(server, prompt, 40) for prompt in prompts]]
+    for prompt, response in retracted_and_some_others(prompts, responses):
+        assert_right_after_retractions(server, prompt, response)
+
+
+def retracted_and_some_others(
+    prompts: list[list[int]], responses: list[dict[str, Any]]
+) -> list[tuple[list[int], dict[str, Any]]]:
+    pairs = sorted(zip(prompts, responses, strict=True), key=lambda pair: -retractions(pair[1]))
+    retracted = sum(retractions(response) > 0 for response in responses)
+    assert retracted > 0, "the pool was large enough"
+    return pairs[: retracted + 3]
 
 
 def test_the_same_prompt_twice_at_once(server: Server) -> None:
@@ -289,29 +337,28 @@ def test_a_flush_is_refused_while_a_request_runs(server: Server) -> None:
 
 
 def test_a_higher_priority_leaves_the_queue_first(server: Server) -> None:
-    fill_the_pool(server, priority=5)
+    blockers = fill_the_pool(server, priority=5)
     low = send(server, text(4000, LONG), 8, priority=0)
     wait_until(lambda: load(server)["num_waiting_reqs"] == 1)
     high = send(server, text(5000, LONG), 8, priority=5)
     wait_until(lambda: load(server)["num_waiting_reqs"] == 2)
-    for i in range(3):
+    for i in range(len(blockers)):
         abort(server, rid=f"blocker-{i}")
     answered = [request.result()["meta_info"]["response_sent_to_client_ts"] for request in (high, low)]
     assert answered == sorted(answered)
 
 
-def test_a_much_higher_priority_preempts_and_the_preempted_give_the_same_answer(server: Server) -> None:
-    prompts = [text(i * LONG, LONG) for i in range(3)]
-    expected = [alone(server, prompt, 60) for prompt in prompts]
-    urgent_alone = alone(server, text(4000, 900), 20)
-    running = [send(server, prompt, 60, priority=0) for prompt in prompts]
-    wait_until(lambda: server.stats()["rows"]["active"] == 3)
-    urgent = send(server, text(4000, 900), 20, priority=100).result()
+def test_a_much_higher_priority_preempts_and_the_preempted_comes_back_with_the_same_answer(server: Server) -> None:
+    prompts = [text(i * 200, 100) for i in range(MOST_REQUESTS)]
+    running = [send(server, prompt, 24, priority=0) for prompt in prompts]
+    wait_until(lambda: server.stats()["rows"]["active"] == MOST_REQUESTS)
+    urgent = send(server, text(4000, 300), 8, priority=100).result()
     responses = [request.result() for request in running]
-    assert_same_answer(urgent, urgent_alone)
-    assert sum(response["meta_info"]["num_retractions"] for response in responses) > 0
-    for response, one in zip(responses, expected, strict=True):
-        assert_same_answer(response, one)
+    assert sorted(map(retractions, responses)) == [0] * (MOST_REQUESTS - 1) + [1]
+    assert_same_answer(urgent, alone(server, text(4000, 300), 8))
+    for prompt, response in zip(prompts, responses, strict=True):
+        if retractions(response):
+            assert_same_answer(response, alone(server, prompt, 24))
 
 
 # --- other ways to sample ---

@@ -2,7 +2,7 @@
 
 Per layer and decode step: `write_through` (wait for this layer's own transfer, store the new tokens in the host pool),
 `prepare` (take them into the resident tier), the attention call, then `look_ahead` (hand the lookahead query to the
-background pipeline). Each layer owns its state, so only the order within a layer matters; `StagePipeline.wait` keeps it.
+background pipeline). Each layer owns its state, so only the order within a layer matters.
 """
 
 from __future__ import annotations

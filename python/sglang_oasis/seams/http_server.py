@@ -1,7 +1,8 @@
-"""Adds `GET /lookahead_kv/stats`.
+"""Checks the port before the model is loaded, and adds `GET /lookahead_kv/stats`.
 
-Read from sglang 0.5.23: `entrypoints/http_server._setup_and_run_http_server` (BEFORE: the app exists, no request has
-been served), `tokenizer_manager.get_internal_state` (one answer per data-parallel rank).
+Read from sglang 0.5.23: `entrypoints/http_server.launch_server` (BEFORE: no process has been spawned),
+`entrypoints/http_server._setup_and_run_http_server` (BEFORE: the app exists, no request has been served),
+`tokenizer_manager.get_internal_state` (one answer per data-parallel rank).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.internal_state import STATE_KEY
+from sglang_oasis.seams.launch_environment import check_port
 from sglang_oasis.seams.server_args import enabled
 
 STATS_PATH = "/lookahead_kv/stats"
@@ -23,6 +25,11 @@ async def lookahead_kv_stats() -> dict[str, list[Any]]:
     return {"ranks": [state.get(STATE_KEY) for state in states]}
 
 
+def _check_port(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    if enabled(server_args) and server_args.node_rank == 0:
+        check_port(server_args.host, server_args.port)
+
+
 def _add_route(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
@@ -31,4 +38,7 @@ def _add_route(server_args: Any, *args: Any, **kwargs: Any) -> None:
         app.add_api_route(STATS_PATH, lookahead_kv_stats, methods=["GET"])
 
 
-SEAMS = [Seam("entrypoints.http_server._setup_and_run_http_server", _add_route, "BEFORE")]
+SEAMS = [
+    Seam("entrypoints.http_server.launch_server", _check_port, "BEFORE"),
+    Seam("entrypoints.http_server._setup_and_run_http_server", _add_route, "BEFORE"),
+]

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
-from sglang_oasis.seams.launch_environment import check_model_folder, check_port, wait_passively
+from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
 from sglang_oasis.seams.server_args import config_of
 
 # Field of ServerArgs -> values with which lookahead KV works. The flag is the field's name with dashes.
@@ -40,12 +40,14 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "pp_size": (1,),
     "dcp_size": (1,),
     "attn_cp_size": (1,),
+    "attn_dp_size": (1,),
+    "enable_dp_attention": (False,),
 }
 _UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
 def check_before_resolution(server_args: Any) -> None:
-    """Check the flags, the port and the model folder.
+    """Check the flags and the model folder.
 
     Raises:
         LookaheadKVError: one sentence.
@@ -61,7 +63,6 @@ def check_before_resolution(server_args: Any) -> None:
             f"--enable-lookahead-kv does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which quantises "
             f"the KV cache: use auto."
         )
-    check_port(server_args.host, server_args.port)
     folder = Path(server_args.model_path)
     if folder.is_dir():
         check_model_folder(folder)
@@ -82,6 +83,7 @@ def check_after_resolution(server_args: Any) -> None:
         "sliding-window layers": model.is_hybrid_swa,
         "an encoder and cross attention": model.is_encoder_decoder,
         "state-space layers": _has_state_space(model),
+        "logit soft-capping": bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     }
     for trait, present in unsupported.items():
         if present:
@@ -89,6 +91,11 @@ def check_after_resolution(server_args: Any) -> None:
                 f"--enable-lookahead-kv serves MHA and GQA models only, and {architecture} has {trait}: start it "
                 f"without the flag."
             )
+    if model.v_head_dim != model.head_dim:
+        raise LookaheadKVError(
+            f"--enable-lookahead-kv needs keys and values of one head size, and {architecture} has {model.head_dim} "
+            f"and {model.v_head_dim}: start it without the flag."
+        )
     _check_memory(server_args, model, resolving_view(server_args))
 
 
@@ -101,7 +108,7 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import check_host_tokens, layout_of_model
+    from sglang_oasis.seams.sizing import check_host_tokens, layout_of_model, ranks_per_host
     from sglang_oasis.tier.budget import divide_memory
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
@@ -112,7 +119,7 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
         config_of(server_args, view.page_size),
         layout,
         device_is_host=device_is_host,
-        ranks=view.tp_size,
+        ranks=ranks_per_host(server_args),
         # Known in the scheduler only, when the model is on the device.
         free_device_bytes=lambda: layout.row_bytes * 2,
     )

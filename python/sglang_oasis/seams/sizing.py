@@ -48,14 +48,17 @@ def layout_of_runner(runner: Any) -> TierLayout:
     )
 
 
-def _budget_of(configurator: Any, free_device_bytes: Callable[[], int]) -> Any:
-    from sglang.srt.runtime_context import get_parallel
+def ranks_per_host(server_args: Any) -> int:
+    """Ranks that share the memory of one host."""
+    return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
 
+
+def _budget_of(configurator: Any, free_device_bytes: Callable[[], int]) -> Any:
     return divide_memory(
         config_of(configurator.server_args, configurator.page_size),
         layout_of_runner(configurator),
         device_is_host=configurator.device == "cpu",
-        ranks=get_parallel().launch_world_size,
+        ranks=ranks_per_host(configurator.server_args),
         free_device_bytes=free_device_bytes,
     )
 
