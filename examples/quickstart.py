@@ -21,7 +21,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import httpx
-import torch
 from openai import OpenAI, OpenAIError
 from rich.console import Console
 from rich.table import Table
@@ -102,8 +101,7 @@ def running_server(model: Path, flags: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(BUDGET_TOKENS)]
-    command += ["--lookahead-kv-host-gb", "1", "--max-running-requests", "4", "--enable-cache-report"]
-    command += [*([] if torch.cuda.is_available() else ["--device", "cpu"]), *flags]
+    command += ["--lookahead-kv-host-gb", "1", "--max-running-requests", "4", "--enable-cache-report", *flags]
 
     log = cache_folder() / "logs" / "quickstart-server.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -49,14 +49,16 @@ class DecodePlan:
     @cached_property
     def kv_lengths(self) -> dict[int, list[int]]:
         """Per number of selected slots K: tokens that each row attends to."""
-        size = self.layout.block_size
-        return {k: [(len(s) - 1) * size + w.open_fill for s, w in zip(slots, self.step.windows, strict=True)]
-                for k, slots in self.slots.items()}  # fmt: skip
+        return {selected: self._lengths(slots) for selected, slots in self.slots.items()}
 
     @cached_property
     def slots(self) -> dict[int, list[Tensor]]:
         """Per K: the resident slots of each row, selected ones first, the open block last."""
         return {k: [self._row_slots(k, window) for window in self.step.windows] for k in self.layout.selected_blocks}
+
+    def _lengths(self, slots: Sequence[Tensor]) -> list[int]:
+        size = self.layout.block_size
+        return [(len(row) - 1) * size + window.open_fill for row, window in zip(slots, self.step.windows, strict=True)]
 
     def _row_slots(self, selected: int, window: Window) -> Tensor:
         local = torch.arange(window.first_local, window.open_block + 1) % self.layout.local_slots
