@@ -20,7 +20,7 @@ from sglang_oasis.reference_model import reference_model_path
 
 START_TIMEOUT = 240.0
 STOP_TIMEOUT = 20.0
-REQUEST_TIMEOUT = 300.0
+REQUEST_TIMEOUT = 900.0
 
 
 class Server:

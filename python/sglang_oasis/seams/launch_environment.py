@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sglang_oasis.errors import LookaheadKVError
 
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
 
 def wait_passively() -> None:
     """Let OpenMP threads of the processes to be started sleep at barriers instead of spinning.
@@ -33,17 +35,21 @@ def check_port(host: str | None, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
             raise LookaheadKVError(
-                f"port {port} on {address} cannot be used ({error.strerror}): stop what listens there or choose "
-                f"another --port."
+                f"port {port} on {address} cannot be used ({reason}): stop what listens there or choose another --port."
             ) from None
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     """Refuse a model folder with files missing or cut short.
 
     Only what is there is read: the configuration, the shard index and each safetensors header.
+
+    Args:
+        folder: the model folder.
+        weights: whether weights will be loaded from it.
 
     Raises:
         LookaheadKVError: names the file.
@@ -55,6 +61,10 @@ def check_model_folder(folder: Path) -> None:
         raise LookaheadKVError(f"{folder} is not a model folder, config.json is missing: check --model-path.") from None
     except ValueError:
         raise _damaged(config, "not valid JSON") from None
+    if not weights:
+        return
+    if not any(file.suffix in _WEIGHT_SUFFIXES for file in folder.iterdir()):
+        raise LookaheadKVError(f"the model folder {folder} has no weights: download or convert the model again.")
     for shard in _shards(folder):
         _check_safetensors(shard)
 
@@ -66,7 +76,7 @@ def _shards(folder: Path) -> Iterator[Path]:
         return
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise _damaged(index, "not a valid shard index") from None
     yield from (folder / name for name in names)
 

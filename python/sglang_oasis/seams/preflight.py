@@ -24,6 +24,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "speculative_algorithm": (None,),
     "enable_hierarchical_cache": (False,),
     "enable_hisparse": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
     "enable_mixed_chunk": (False,),
     "enable_unified_memory": (False,),
     "enable_unified_cache_external_linker": (False,),
@@ -35,6 +37,9 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_torch_compile": (False,),
     "prefill_only_disable_kv_cache": (False,),
     "enable_prefill_cp": (False,),
+    "enable_deterministic_inference": (False,),
+    "enable_lmcache": (False,),
+    "enable_flexkv": (False,),
     "dllm_algorithm": (None,),
     "cpu_offload_gb": (0,),
     "pp_size": (1,),
@@ -65,22 +70,24 @@ def check_before_resolution(server_args: Any) -> None:
         )
     folder = Path(server_args.model_path)
     if folder.is_dir():
-        check_model_folder(folder)
+        check_model_folder(folder, weights=server_args.load_format in ("auto", "safetensors"))
+    elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
+        raise LookaheadKVError(f"{folder} is not a model folder, it does not exist: check --model-path.")
 
 
-def check_after_resolution(server_args: Any) -> None:
-    """Check the model's architecture and that the tiers fit the memory.
+def check_model(server_args: Any) -> None:
+    """Check the model's architecture.
 
     Raises:
         LookaheadKVError: one sentence.
     """
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view, use_mla_backend
+    from sglang.srt.arg_groups.overrides import model_config_of, use_mla_backend
 
     model = model_config_of(server_args)
     architecture = ", ".join(model.hf_config.architectures or ["an unknown architecture"])
     unsupported = {
         "latent attention (MLA)": use_mla_backend(server_args),
-        "sliding-window layers": model.is_hybrid_swa,
+        "sliding-window layers": model.is_hybrid_swa or _has_sliding_window(model.hf_text_config),
         "an encoder and cross attention": model.is_encoder_decoder,
         "state-space layers": _has_state_space(model),
         "logit soft-capping": bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
@@ -96,7 +103,22 @@ def check_after_resolution(server_args: Any) -> None:
             f"--enable-lookahead-kv needs keys and values of one head size, and {architecture} has {model.head_dim} "
             f"and {model.v_head_dim}: start it without the flag."
         )
-    _check_memory(server_args, model, resolving_view(server_args))
+
+
+def check_after_resolution(server_args: Any) -> None:
+    """Check that the tiers fit the memory.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    _check_memory(server_args, model_config_of(server_args), resolving_view(server_args))
+
+
+def _has_sliding_window(text_config: Any) -> bool:
+    # A sliding_window without such layers is one that SGLang does not apply (Mistral, Qwen2).
+    return "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
 
 
 def _has_state_space(model: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE
-from sglang_oasis.seams.preflight import check_after_resolution
+from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.seams.server_args import enabled
 
 Step = Callable[[Any], None]
@@ -19,10 +19,11 @@ SOURCE = "lookahead_kv"
 
 
 def install() -> None:
-    """Wrap the two steps that lookahead KV has a say in."""
+    """Wrap the steps that lookahead KV has a say in."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_missing_default_values")(_set_defaults)
+    register_resolution_hook("handle_model_specific_adjustments")(_check_model_first)
     register_resolution_hook("handle_other_validations")(_validate)
 
 
@@ -40,6 +41,13 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
             # A decode step's transfers are not captured in a graph yet.
             disable_cuda_graph=True,
         )
+    previous(server_args)
+
+
+def _check_model_first(server_args: Any, previous: Step) -> None:
+    """Before SGLang asserts, for some models, that the attention backend is one it knows for them."""
+    if enabled(server_args):
+        check_model(server_args)
     previous(server_args)
 
 

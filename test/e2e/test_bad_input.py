@@ -1,0 +1,290 @@
+"""Bad input: one clear sentence, a non-zero exit, no traceback as the last word, nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.server import free_port, server_command, stop_group
+
+pytestmark = pytest.mark.e2e
+
+REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+LAUNCH_TIMEOUT = 180.0
+AT_ONCE = 2
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+# Name -> (config.json, what the refusal says of it).
+UNSUPPORTED_MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "deepseek_v2": (
+        {
+            **TINY,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_experts_per_tok": 2,
+        },
+        "DeepseekV2ForCausalLM has latent attention (MLA)",
+    ),
+    "gemma3_text": (
+        {**TINY, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 128, "sliding_window_pattern": 2},
+        "Gemma3ForCausalLM has sliding-window layers",
+    ),
+    "gpt_oss": (
+        {**TINY, "architectures": ["GptOssForCausalLM"], "sliding_window": 128, "num_local_experts": 4},
+        "GptOssForCausalLM has sliding-window layers",
+    ),
+    "whisper": (
+        {
+            "architectures": ["WhisperForConditionalGeneration"],
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+        },
+        "WhisperForConditionalGeneration has an encoder and cross attention",
+    ),
+    "falcon_h1": (
+        {**TINY, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        "FalconH1ForCausalLM has state-space layers",
+    ),
+}
+
+CONFLICTS: list[tuple[str, ...]] = [
+    ("--attention-backend", "torch_native"),
+    ("--prefill-attention-backend", "torch_native"),
+    ("--decode-attention-backend", "torch_native"),
+    ("--enable-hierarchical-cache",),
+    ("--enable-hisparse",),
+    ("--enable-mixed-chunk",),
+    ("--enable-unified-memory",),
+    ("--enable-two-batch-overlap",),
+    ("--enable-torch-compile",),
+    ("--enable-memory-saver",),
+    ("--enable-deterministic-inference",),
+    ("--enable-lmcache",),
+    ("--enable-flexkv",),
+    ("--kv-cache-dtype", "fp8_e5m2"),
+    ("--kv-cache-dtype", "fp8_e4m3"),
+    ("--speculative-algorithm", "NGRAM"),
+    ("--disaggregation-mode", "prefill"),
+    ("--disaggregation-mode", "decode"),
+    ("--pp-size", "2"),
+    ("--cpu-offload-gb", "1"),
+]
+# Flags -> what the refusal says.
+REFUSED: dict[tuple[str, ...], str] = {
+    **{conflict: f"--enable-lookahead-kv does not work with {' '.join(conflict)}" for conflict in CONFLICTS},
+    ("--page-size", "1"): "--page-size 1 is not possible with lookahead KV",
+    ("--page-size", "64"): "--page-size 64 is not possible with lookahead KV",
+    ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
+    ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector psychic is not possible",
+    ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft is not possible",
+    ("--lookahead-kv-fetch-ratio", "1.5"): "--lookahead-kv-fetch-ratio 1.5 is not possible",
+    ("--lookahead-kv-host-gb", "nan"): "--lookahead-kv-host-gb nan is not possible",
+    (
+        "--lookahead-kv-dense-layers",
+        "0,4",
+    ): "--lookahead-kv-dense-layers 4 is not possible: the model has layers 0 to 3",
+    ("--lookahead-kv-host-gb", "1000000"): "lower --lookahead-kv-host-gb",
+    ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
+    ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
+}
+
+
+class Ended(NamedTuple):
+    """A launch that ended by itself."""
+
+    exit_code: int
+    last_line: str
+
+
+def launch(*flags: str, model: Path, port: int | None = None) -> Ended:
+    """Run the launcher to its end; nothing of its process group is left then."""
+    command = server_command("--enable-lookahead-kv", *flags, model=model, port=port)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True
+    )
+    try:
+        # Ends when every process that holds the pipe has ended.
+        output, _ = process.communicate(timeout=LAUNCH_TIMEOUT)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        stop_group(process)
+    return Ended(process.returncode, [line for line in output.splitlines() if line.strip()][-1])
+
+
+def resolved(*command_lines: list[str]) -> list[dict[str, Any]]:
+    """What becomes of each command line, without a launch."""
+    process = subprocess.run(
+        [sys.executable, "-m", "test.e2e.argument_resolution"],
+        input=json.dumps(command_lines),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=REPOSITORY,
+        timeout=LAUNCH_TIMEOUT,
+        check=True,
+    )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return truncated_model_path(4)
+
+
+@pytest.fixture(scope="module")
+def unsupported_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a config.json only; nothing else is read before the refusal."""
+    folders = {}
+    for name, (config, _) in UNSUPPORTED_MODELS.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        (folders[name] / "config.json").write_text(json.dumps({"model_type": name, **config}))
+    return folders
+
+
+# --- real launches, two at a time ---
+
+
+@pytest.fixture(scope="module")
+def launches(
+    model: Path, unsupported_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Ended]]:
+    truncated = tmp_path_factory.mktemp("damaged") / "model"
+    shutil.copytree(model, truncated)
+    with (truncated / "model.safetensors").open("r+b") as weights:
+        weights.truncate(1_000_000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(AT_ONCE) as pool:
+        taken = listener.getsockname()[1]
+        runs: dict[str, Callable[[], Ended]] = {
+            "unknown choice": lambda: launch("--lookahead-kv-miss-policy", "wait", model=model),
+            "no number": lambda: launch("--lookahead-kv-budget-tokens", "many", model=model),
+            "out of range": lambda: launch("--lookahead-kv-budget-tokens", "100", model=model),
+            "conflict": lambda: launch("--attention-backend", "torch_native", model=model),
+            "unsupported model": lambda: launch("--load-format", "dummy", model=unsupported_models["gpt_oss"]),
+            "host memory": lambda: launch("--lookahead-kv-host-gb", "0.001", model=model),
+            "port": lambda: launch(model=model, port=taken),
+            "truncated weights": lambda: launch(model=truncated),
+            "no such model": lambda: launch(model=truncated / "nowhere"),
+        }
+        running = {name: pool.submit(run) for name, run in runs.items()}
+        yield {name: run.result() for name, run in running.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("unknown choice", "error: argument --lookahead-kv-miss-policy: invalid choice: 'wait'"),
+        ("no number", "error: argument --lookahead-kv-budget-tokens: invalid number value: 'many'"),
+        ("out of range", "error: --lookahead-kv-budget-tokens 100 is not possible: give a multiple of the page size"),
+        ("conflict", "error: --enable-lookahead-kv does not work with --attention-backend torch_native: remove it."),
+        ("unsupported model", "GptOssForCausalLM has sliding-window layers: start it without the flag."),
+        ("host memory", "error: 0.001 GB of host memory are too little"),
+        ("port", "cannot be used (Address already in use): stop what listens there or choose another --port."),
+        ("truncated weights", "model.safetensors is damaged (1000000 bytes long"),
+        ("no such model", "nowhere is not a model folder, it does not exist: check --model-path."),
+    ],
+)
+def test_a_launch_ends_with_one_sentence(launches: dict[str, Ended], name: str, sentence: str) -> None:
+    assert launches[name].exit_code in (1, 2)
+    assert "error: " in launches[name].last_line
+    assert sentence in launches[name].last_line
+
+
+# --- many refusals in one process ---
+
+
+@pytest.fixture(scope="module")
+def refusals(model: Path, unsupported_models: dict[str, Path]) -> dict[Any, dict[str, Any]]:
+    """By flags, or by name of the unsupported model."""
+    lines: dict[Any, list[str]] = {flags: ["--model-path", str(model), *flags] for flags in REFUSED}
+    for name, folder in unsupported_models.items():
+        lines[name] = ["--model-path", str(folder), "--load-format", "dummy"]
+    lines["accepted"] = ["--model-path", str(model)]
+    outcomes = resolved(*([*line, "--enable-lookahead-kv"] for line in lines.values()))
+    return dict(zip(lines, outcomes, strict=True))
+
+
+def test_without_a_conflict_nothing_is_refused(refusals: dict[Any, dict[str, Any]]) -> None:
+    """Otherwise the refusals below would say nothing."""
+    assert refusals["accepted"]["enable_lookahead_kv"] is True
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_flags_are_refused_by_name(refusals: dict[Any, dict[str, Any]], flags: tuple[str, ...]) -> None:
+    assert_refused(refusals[flags], REFUSED[flags])
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_MODELS)
+def test_a_model_that_is_not_supported_is_refused(refusals: dict[Any, dict[str, Any]], name: str) -> None:
+    assert_refused(refusals[name], UNSUPPORTED_MODELS[name][1])
+
+
+def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
+    assert outcome.get("error") == "LookaheadKVError", outcome
+    assert sentence in outcome["message"]
+    assert outcome["message"].endswith(".")
+    assert "\n" not in outcome["message"]
+
+
+# --- the other ways to give flags ---
+
+
+def test_a_config_file_sets_the_flags(model: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    common = f"model-path: {model}\nenable-lookahead-kv: true\nlookahead-kv-miss-policy: fetch\n"
+    good.write_text(common + "lookahead-kv-budget-tokens: 512\nlookahead-kv-host-gb: 0.5\n")
+    bad.write_text(common + "lookahead-kv-budget-tokens: 100\n")
+    accepted, refused = resolved(["--config", str(good)], ["--config", str(bad)])
+    assert accepted["enable_lookahead_kv"] is True
+    assert accepted["lookahead_kv_budget_tokens"] == 512
+    assert accepted["lookahead_kv_host_gb"] == 0.5
+    assert accepted["lookahead_kv_miss_policy"] == "fetch"
+    assert_refused(refused, "--lookahead-kv-budget-tokens 100 is not possible")
+
+
+def test_an_engine_raises_for_a_bad_value(model: Path) -> None:
+    program = (
+        "import sglang\n"
+        "from sglang_oasis.errors import LookaheadKVError\n"
+        "try:\n"
+        f"    sglang.Engine(model_path={str(model)!r}, enable_lookahead_kv=True, lookahead_kv_budget_tokens=100)\n"
+        "except LookaheadKVError as error:\n"
+        "    print('raised:', error)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, timeout=LAUNCH_TIMEOUT
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.splitlines()[-1].startswith("raised: --lookahead-kv-budget-tokens 100 is not possible")

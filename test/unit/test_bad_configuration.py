@@ -1,0 +1,180 @@
+"""A value out of range, a port in use or a damaged model folder is refused with one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_oasis.config import KNOBS, LookaheadKVConfig
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.lookahead.selector import find_selector
+from sglang_oasis.seams.launch_environment import check_model_folder, check_port
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("lookahead_kv_budget_tokens", 0),
+    ("lookahead_kv_budget_tokens", -16),
+    ("lookahead_kv_budget_tokens", 100),
+    ("lookahead_kv_budget_tokens", 8),
+    ("lookahead_kv_budget_tokens", 128.0),
+    ("lookahead_kv_budget_tokens", "128"),
+    ("lookahead_kv_budget_tokens", True),
+    ("lookahead_kv_budget_tokens", None),
+    ("lookahead_kv_recent_tokens", -1),
+    ("lookahead_kv_recent_tokens", 1.5),
+    ("lookahead_kv_sink_tokens", -1),
+    ("lookahead_kv_sink_tokens", 2048),
+    ("lookahead_kv_sink_tokens", 2033),
+    ("lookahead_kv_fetch_ratio", 0),
+    ("lookahead_kv_fetch_ratio", -0.1),
+    ("lookahead_kv_fetch_ratio", 1.01),
+    ("lookahead_kv_fetch_ratio", math.nan),
+    ("lookahead_kv_fetch_ratio", math.inf),
+    ("lookahead_kv_fetch_ratio", "half"),
+    ("lookahead_kv_fetch_ratio", None),
+    ("lookahead_kv_source", "oracle"),
+    ("lookahead_kv_miss_policy", "wait"),
+    ("lookahead_kv_miss_policy", None),
+    ("lookahead_kv_host_gb", 0),
+    ("lookahead_kv_host_gb", -1),
+    ("lookahead_kv_host_gb", math.nan),
+    ("lookahead_kv_host_gb", math.inf),
+    ("lookahead_kv_host_gb", "much"),
+    ("lookahead_kv_device_gb", 0.0),
+    ("lookahead_kv_device_gb", math.nan),
+    ("lookahead_kv_device_gb", -math.inf),
+    ("lookahead_kv_dense_layers", "-1"),
+    ("lookahead_kv_dense_layers", "0;1"),
+    ("lookahead_kv_dense_layers", "first"),
+    ("lookahead_kv_dense_layers", "1.5"),
+]
+# In the flags' help, and refused until they work.
+NOT_YET: list[tuple[str, Any]] = [
+    ("lookahead_kv_source", "draft"),
+    ("lookahead_kv_source", "dual"),
+    ("lookahead_kv_fetch_ratio", "auto"),
+    ("lookahead_kv_audit_interval", 1),
+    ("lookahead_kv_audit_interval", -1),
+]
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """The sentence with which `action` is refused."""
+    with pytest.raises(LookaheadKVError) as caught:
+        action()
+    sentence = str(caught.value)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + NOT_YET)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert refusal(lambda: LookaheadKVConfig.from_flags({name: value})).startswith(f"{flag} {value} is not possible: ")
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
+def test_every_knob_has_a_refused_value(knob: Any) -> None:
+    if knob.name != "lookahead_kv_selector":  # looked up by name, below
+        assert knob.name in {name for name, _ in OUT_OF_RANGE + NOT_YET}
+
+
+def test_the_defaults_are_in_range() -> None:
+    assert LookaheadKVConfig.from_flags({}) == LookaheadKVConfig()
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])
+def test_a_page_size_without_kernels_is_refused(block_size: int) -> None:
+    sentence = refusal(lambda: LookaheadKVConfig.from_flags({}, block_size))
+    assert sentence == f"--page-size {block_size} is not possible with lookahead KV: use one of 8, 16, 32."
+
+
+def test_a_selector_that_does_not_exist_is_refused() -> None:
+    assert "--lookahead-kv-selector psychic is not possible" in refusal(lambda: find_selector("psychic"))
+
+
+def test_a_dense_layer_that_the_model_lacks_is_refused() -> None:
+    config = LookaheadKVConfig.from_flags({"lookahead_kv_dense_layers": "0,3"})
+    config.check_layers(4)
+    assert refusal(lambda: config.check_layers(3)) == (
+        "--lookahead-kv-dense-layers 3 is not possible: the model has layers 0 to 2."
+    )
+
+
+@pytest.mark.parametrize("listens_on", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_in_use_is_refused(listens_on: str) -> None:
+    with socket.create_server((listens_on, 0)) as listener:
+        port = listener.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 cannot be used" in refusal(lambda: check_port("127.0.0.1", port))
+    check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
+    assert f"port {port}" in refusal(lambda: check_port("127.0.0.1", port))
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    assert "192.0.2.1" in refusal(lambda: check_port("192.0.2.1", 0))
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """Two shards with an index."""
+    (tmp_path / "config.json").write_text("{}")
+    shards = {f"model-{i}.safetensors": {f"weight.{i}": torch.ones(64)} for i in range(2)}
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_model_folder(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("left", [0, 4, 8, 40, -1])
+def test_a_shard_that_is_cut_short_is_refused(model_folder: Path, left: int) -> None:
+    shard = model_folder / "model-1.safetensors"
+    shard.write_bytes(shard.read_bytes()[:left])
+    assert refusal(lambda: check_model_folder(model_folder)).startswith(f"the model file {shard} is damaged (")
+
+
+def test_a_single_file_that_is_cut_short_is_refused(model_folder: Path) -> None:
+    (model_folder / "model.safetensors.index.json").unlink()
+    test_a_shard_that_is_cut_short_is_refused(model_folder, -1)
+
+
+def test_a_missing_shard_is_refused(model_folder: Path) -> None:
+    (model_folder / "model-0.safetensors").unlink()
+    assert "model-0.safetensors is damaged (missing)" in refusal(lambda: check_model_folder(model_folder))
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_refused(model_folder: Path, index: str) -> None:
+    (model_folder / "model.safetensors.index.json").write_text(index)
+    assert "not a valid shard index" in refusal(lambda: check_model_folder(model_folder))
+
+
+def test_a_folder_without_weights_is_refused(model_folder: Path) -> None:
+    for file in model_folder.glob("*.safetensors*"):
+        file.unlink()
+    assert "has no weights" in refusal(lambda: check_model_folder(model_folder))
+    check_model_folder(model_folder, weights=False)
+
+
+def test_a_folder_without_configuration_is_refused(model_folder: Path) -> None:
+    (model_folder / "config.json").unlink()
+    assert "config.json is missing" in refusal(lambda: check_model_folder(model_folder))
+
+
+@pytest.mark.parametrize("config", [b"", b'{"hidden_size": 64', b"\xff\xfe"])
+def test_a_damaged_configuration_is_refused(model_folder: Path, config: bytes) -> None:
+    (model_folder / "config.json").write_bytes(config)
+    assert "config.json is damaged (not valid JSON)" in refusal(lambda: check_model_folder(model_folder))
