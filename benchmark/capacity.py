@@ -4,8 +4,9 @@
     python -m benchmark.capacity --layers 4      # its first four layers: the same ratio, much faster
 
 The device budget is what the full KV cache of R requests takes. Stock SGLang gets it as its KV pool; lookahead KV gets
-it for resident blocks, head maps and summaries. Both serve the same distinct prompts at once; the figure is the largest
-`sglang:num_running_reqs` that SGLang's own metrics report while requests decode.
+it for resident blocks, head maps and summaries. Distinct prompts arrive at once; the figure is the largest
+`sglang:num_running_reqs` that SGLang's own metrics report. Stock SGLang is sent two requests more than fit, which is
+enough to see that they wait: its CPU attention takes up to a minute for each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Workload:
         layers: layers of the model, None for all.
         dense_requests: R, requests whose full KV the device budget holds.
         prompt_tokens, output_tokens: of every request.
-        clients: requests sent at once.
+        clients: requests sent at once to lookahead KV.
         budget_tokens: selected tokens per KV head and layer of lookahead KV.
     """
 
@@ -74,11 +75,13 @@ class Outcome:
     """What a server reached.
 
     Attributes:
+        clients: requests sent at once.
         running: most requests that ran at once, by SGLang's own metric.
         finished: requests that produced all their tokens.
         device_bytes: device KV bytes it was given.
     """
 
+    clients: int
     running: int
     finished: int
     device_bytes: int
@@ -98,8 +101,8 @@ def prompts(workload: Workload) -> list[list[int]]:
     return [corpus[64 * i : 64 * i + workload.prompt_tokens] for i in range(workload.clients)]
 
 
-def drive(server: Server, workload: Workload, title: str) -> tuple[int, int]:
-    """Send all requests at once; return (most running, finished)."""
+def drive(server: Server, workload: Workload, clients: int, title: str) -> tuple[int, int]:
+    """Send the first `clients` requests at once; return (most running, finished)."""
     done = threading.Event()
     most = 0
 
@@ -111,10 +114,10 @@ def drive(server: Server, workload: Workload, title: str) -> tuple[int, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with ThreadPoolExecutor(workload.clients) as pool:
+        with ThreadPoolExecutor(clients) as pool:
             requests = [
                 pool.submit(server.generate, p, max_new_tokens=workload.output_tokens, sampling={"ignore_eos": True})
-                for p in prompts(workload)
+                for p in prompts(workload)[:clients]
             ]
             finished = 0
             for request in tqdm(as_completed(requests), total=len(requests), desc=title, unit="request"):
@@ -129,7 +132,7 @@ def measure(workload: Workload) -> dict[str, Outcome]:
     """Run the workload on stock SGLang, then on lookahead KV."""
     common = (
         *("--dtype", "bfloat16", "--context-length", str(workload.prompt_tokens + 400)),
-        *("--chunked-prefill-size", "2048", "--enable-metrics", "--decode-log-interval", "1"),
+        *("--chunked-prefill-size", "8192", "--enable-metrics", "--decode-log-interval", "1"),
     )
     variants: dict[str, tuple[str, ...]] = {
         "stock": ("--max-total-tokens", str(workload.pool_tokens)),
@@ -142,9 +145,10 @@ def measure(workload: Workload) -> dict[str, Outcome]:
     outcomes = {}
     for name, flags in variants.items():
         with launch_server(*common, *flags, model=workload.model) as server:
-            running, finished = drive(server, workload, name)
+            clients = workload.clients if name == "lookahead" else workload.dense_requests + 2
+            running, finished = drive(server, workload, clients, name)
             given = server.stats()["bytes"]["device_capacity"] if name == "lookahead" else workload.device_bytes
-            outcomes[name] = Outcome(running, finished, given)
+            outcomes[name] = Outcome(clients, running, finished, given)
     return outcomes
 
 
@@ -154,11 +158,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     workload = Workload(layers=parser.parse_args(arguments).layers)
     outcomes = measure(workload)
 
-    table = Table(title=f"{workload.clients} requests of {workload.prompt_tokens} tokens at once")
-    for column in ("server", "device KV bytes", "running at once", "finished"):
+    table = Table(title=f"Requests of {workload.prompt_tokens} tokens, budget {workload.budget_tokens}")
+    for column in ("server", "device KV bytes", "sent at once", "running at once", "finished"):
         table.add_column(column, justify="right")
     for name, outcome in outcomes.items():
-        table.add_row(name, f"{outcome.device_bytes / 1e6:.1f} MB", str(outcome.running), str(outcome.finished))
+        table.add_row(
+            name,
+            f"{outcome.device_bytes / 1e6:.1f} MB",
+            str(outcome.clients),
+            str(outcome.running),
+            str(outcome.finished),
+        )
     rich.print(table)
     ratio = outcomes["lookahead"].running / outcomes["stock"].running
     rich.print(f"lookahead KV runs {ratio:.1f} times as many requests in the same device bytes")

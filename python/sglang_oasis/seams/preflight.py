@@ -24,8 +24,6 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "speculative_algorithm": (None,),
     "enable_hierarchical_cache": (False,),
     "enable_hisparse": (False,),
-    "enable_lmcache": (False,),
-    "enable_flexkv": (False,),
     "enable_mixed_chunk": (False,),
     "enable_unified_memory": (False,),
     "enable_unified_cache_external_linker": (False,),
