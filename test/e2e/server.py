@@ -22,6 +22,9 @@ START_TIMEOUT = 240.0
 STOP_TIMEOUT = 20.0
 REQUEST_TIMEOUT = 900.0
 
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""For stock servers too: OpenMP threads that spin starve each other where another process wants the cores."""
+
 
 class Server:
     """A running SGLang server.
@@ -108,7 +111,11 @@ def launch_server(*flags: str, env: dict[str, str] | None = None, model: Path | 
         log = Path(folder) / "server.log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **(env or {})}, start_new_session=True
+                command,
+                stdout=output,
+                stderr=output,
+                env={**PASSIVE_WAITING, **os.environ, **(env or {})},
+                start_new_session=True,
             )
         server = Server(f"http://127.0.0.1:{port}", process.pid, log)
         try:
