@@ -214,6 +214,8 @@ def _count(value: Mapping[str, Any], name: str) -> int:
 
 
 def _float(value: Mapping[str, Any], name: str, remedy: str) -> float:
+    if isinstance(value[name], bool):
+        _refuse(name, value[name], remedy)
     try:
         return float(value[name])
     except (TypeError, ValueError):

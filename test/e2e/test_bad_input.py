@@ -72,6 +72,7 @@ UNSUPPORTED_MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "WhisperForConditionalGeneration has an encoder and cross attention",
     ),
+    "bert": ({**TINY, "architectures": ["BertModel"]}, "BertModel has no decoder"),
     "falcon_h1": (
         {**TINY, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
         "FalconH1ForCausalLM has state-space layers",

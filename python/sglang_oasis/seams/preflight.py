@@ -35,6 +35,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_torch_compile": (False,),
     "prefill_only_disable_kv_cache": (False,),
     "enable_prefill_cp": (False,),
+    "kv_canary": ("none",),
     "enable_deterministic_inference": (False,),
     "enable_lmcache": (False,),
     "enable_flexkv": (False,),
@@ -87,6 +88,7 @@ def check_model(server_args: Any) -> None:
         "latent attention (MLA)": use_mla_backend(server_args),
         "sliding-window layers": model.is_hybrid_swa or _has_sliding_window(model.hf_text_config),
         "an encoder and cross attention": model.is_encoder_decoder,
+        "no decoder": not model.is_generation,
         "state-space layers": _has_state_space(model),
         "logit soft-capping": bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
     }
