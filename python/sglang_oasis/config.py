@@ -113,17 +113,17 @@ class LookaheadKVConfig:
         block_size: tokens per block (SGLang's page size).
     """
 
-    budget_tokens: int = 2048
-    recent_tokens: int = 16
-    sink_tokens: int = 0
-    fetch_ratio: float = 0.05
-    source: str = "last-query"
-    miss_policy: str = "drop"
-    selector: str = "minmax"
-    host_gb: float | None = None
-    device_gb: float | None = None
-    dense_layers: tuple[int, ...] = ()
-    block_size: int = DEFAULT_BLOCK_SIZE
+    budget_tokens: int
+    recent_tokens: int
+    sink_tokens: int
+    fetch_ratio: float
+    source: str
+    miss_policy: str
+    selector: str
+    host_gb: float | None
+    device_gb: float | None
+    dense_layers: tuple[int, ...]
+    block_size: int
 
     @property
     def selected_blocks(self) -> int:
@@ -159,6 +159,7 @@ class LookaheadKVConfig:
             recent_tokens=_count(value, "lookahead_kv_recent_tokens"),
             sink_tokens=_count(value, "lookahead_kv_sink_tokens"),
             fetch_ratio=_ratio(value, "lookahead_kv_fetch_ratio"),
+            source="last-query",
             miss_policy=value["lookahead_kv_miss_policy"],
             selector=value["lookahead_kv_selector"],
             host_gb=_gigabytes(value, "lookahead_kv_host_gb"),

@@ -88,8 +88,12 @@ def test_every_knob_has_a_refused_value() -> None:
     assert {knob.name for knob in KNOBS} == looked_up | {name for name, _ in OUT_OF_RANGE + NOT_YET}
 
 
-def test_the_defaults_are_in_range() -> None:
-    assert LookaheadKVConfig.from_flags({}) == LookaheadKVConfig()
+def test_the_defaults_are_those_of_the_papers() -> None:
+    config = LookaheadKVConfig.from_flags({})
+    assert (config.selected_blocks, config.block_size, config.fetch_ratio) == (128, 16, 0.05)
+    assert (config.recent_blocks, config.sink_blocks, config.dense_layers) == (1, 0, ())
+    assert (config.source, config.miss_policy, config.selector) == ("last-query", "drop", "minmax")
+    assert config.host_gb is config.device_gb is None
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])

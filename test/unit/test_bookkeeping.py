@@ -76,7 +76,6 @@ class Schedule(RuleBasedStateMachine):
             block_size=BLOCK,
             head_dim=DIM,
             dtype=torch.float32,
-            pin=False,
         )
         self.tier = ResidentTier(self.layout, ROWS, torch.device("cpu"))
         self.controller = LookaheadController(self.config, self.tier, self.host)

@@ -35,12 +35,19 @@ class Rig:
             assert self.release.wait(10)
             return minmax(queries, summaries, candidates, scale)
 
-        config = LookaheadKVConfig(budget_tokens=3 * BLOCK, block_size=BLOCK, selector="gated", fetch_ratio=1.0)
+        config = LookaheadKVConfig.from_flags(
+            {
+                "lookahead_kv_budget_tokens": 3 * BLOCK,
+                "lookahead_kv_fetch_ratio": 1.0,
+                "lookahead_kv_selector": "gated",
+            },
+            BLOCK,
+        )
         layout = TierLayout.of(
             config, num_layers=2, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, context_length=2 * LENGTH
         )
         self.host = HostPool(
-            num_pages=40, num_layers=2, kv_heads=HEADS, block_size=BLOCK, head_dim=DIM, dtype=torch.float32, pin=False
+            num_pages=40, num_layers=2, kv_heads=HEADS, block_size=BLOCK, head_dim=DIM, dtype=torch.float32
         )
         self.tier = ResidentTier(layout, 2, torch.device("cpu"))
         self.controller = LookaheadController(config, self.tier, self.host)

@@ -9,8 +9,9 @@ import torch
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.seams.sizing import check_host_bytes
 from sglang_oasis.tier import memory
-from sglang_oasis.tier.budget import divide_memory
+from sglang_oasis.tier.budget import TierBudget, divide_memory
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -34,9 +35,7 @@ def test_row_and_page_bytes_are_what_the_tensors_take() -> None:
         for tensor in (layer.blocks, layer.head_map, layer.last_selected, layer.slot_of, layer.summaries)
     )
     assert allocated == rows * sizes.row_bytes
-    host = HostPool(
-        num_pages=pages, num_layers=3, kv_heads=2, block_size=16, head_dim=8, dtype=torch.float16, pin=False
-    )
+    host = HostPool(num_pages=pages, num_layers=3, kv_heads=2, block_size=16, head_dim=8, dtype=torch.float16)
     assert host.nbytes == pages * sizes.host_page_bytes
 
 
@@ -67,30 +66,33 @@ def test_windows(length: int, open_block: int, fill: int, first_local: int, comp
     assert (window.first_local, window.complete_blocks) == (first_local, complete)
 
 
-def divide(config: LookaheadKVConfig, free: int, device_is_host: bool, ranks: int = 1) -> tuple[int, int, int]:
-    return divide_memory(
-        config,
-        layout(),
-        device_is_host=device_is_host,
-        ranks=ranks,
-        free_device_bytes=lambda: 777,
-        free_host_bytes=free,
-    )
+def divide(free: int, *, gpu: int | None = None, ranks: int = 1, **flags: float) -> TierBudget:
+    config = LookaheadKVConfig.from_flags({f"lookahead_kv_{name}": value for name, value in flags.items()})
+    return divide_memory(config, layout(), ranks=ranks, free_device_bytes=gpu, free_host_bytes=free)
 
 
-def test_automatic_budgets_share_what_is_free_between_the_ranks() -> None:
-    host, kv, device = divide(LookaheadKVConfig(), 8000, device_is_host=True, ranks=2)
-    assert (host, device) == (2000, 1000)
-    assert kv == 2000 * 512 // (512 + 32)
-    assert divide(LookaheadKVConfig(), 8000, device_is_host=False).device_bytes == 777
+def test_automatic_sizes_share_what_is_free_between_the_ranks() -> None:
+    assert divide(8000, ranks=2) == (2000, 2000 * 512 // (512 + 32), 1000)
+    assert divide(8000, gpu=777).device_bytes == 777
 
 
-@pytest.mark.parametrize(("device_is_host", "free"), [(True, int(2.4e9)), (False, int(1.9e9))])
-def test_more_memory_than_is_free_is_refused(device_is_host: bool, free: int) -> None:
-    config = LookaheadKVConfig(host_gb=2.0, device_gb=0.5)
-    with pytest.raises(LookaheadKVError, match="--lookahead-kv-host-gb"):
-        divide(config, free, device_is_host)
-    assert divide(config, int(2.6e9), device_is_host).host_bytes == int(2e9)
+def test_an_automatic_size_gives_way_to_one_that_was_asked_for() -> None:
+    assert divide(10_000_000_000, host_gb=8.0).device_bytes == 2_000_000_000
+    assert divide(10_000_000_000, device_gb=7.0).host_bytes == 3_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("free", "gpu", "flags"),
+    [
+        (2_400_000_000, None, {"host_gb": 2.0, "device_gb": 0.5}),
+        (1_900_000_000, None, {"host_gb": 2.0}),
+        (1_900_000_000, 10**12, {"host_gb": 2.0}),
+        (10**12, 400_000_000, {"device_gb": 0.5}),
+    ],
+)
+def test_more_memory_than_is_free_is_refused(free: int, gpu: int | None, flags: dict[str, float]) -> None:
+    with pytest.raises(LookaheadKVError, match="that are free: lower it"):
+        divide(free, gpu=gpu, **flags)
 
 
 def test_device_memory_for_less_than_one_request_is_refused() -> None:
@@ -106,21 +108,37 @@ def write(file: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("membership", "folder", "limit", "usage"),
+    ("membership", "folder", "limit", "usage", "reclaimable"),
     [
-        ("0::/pod/box\n", "pod", "memory.max", "memory.current"),
-        ("4:cpu:/pod\n3:memory:/pod/box\n", "memory/pod", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("0::/pod/box\n", "pod", "memory.max", "memory.current", "inactive_file"),
+        (
+            "4:cpu:/pod\n3:memory:/pod/box\n",
+            "memory/pod",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
     ],
 )
-def test_a_container_limit_of_any_ancestor_counts(
-    tmp_path: Path, membership: str, folder: str, limit: str, usage: str
+def test_a_container_limit_of_any_ancestor_counts_but_not_its_page_cache(
+    tmp_path: Path, membership: str, folder: str, limit: str, usage: str, reclaimable: str
 ) -> None:
     write(tmp_path / "membership", membership)
     write(tmp_path / "fs" / folder / limit, "5000\n")
     write(tmp_path / "fs" / folder / usage, "1800\n")
+    write(tmp_path / "fs" / folder / "memory.stat", f"anon 900\n{reclaimable} 300\nactive_file 7\n")
     write(tmp_path / "fs" / folder / "box" / limit, "max\n")
-    assert memory.available_host_bytes(tmp_path / "fs", tmp_path / "membership") == 3200
+    assert memory.available_host_bytes(tmp_path / "fs", tmp_path / "membership") == 3500
 
 
 def test_without_a_container_the_machine_decides(tmp_path: Path) -> None:
     assert memory.available_host_bytes(tmp_path, tmp_path / "absent") > 1 << 20
+
+
+def test_the_least_host_memory_does_not_depend_on_which_layer_is_dense() -> None:
+    for dense in ("0", "1"):
+        sizes = layout(lookahead_kv_dense_layers=dense)
+        least = (8 + 2) * sizes.host_page_bytes
+        check_host_bytes(sizes, least)
+        with pytest.raises(LookaheadKVError, match="--lookahead-kv-host-gb"):
+            check_host_bytes(sizes, least - 1)

@@ -52,6 +52,7 @@ class LookaheadAttentionBackend(AttentionBackend):
 
     Attributes:
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
+        trace: records what decode attends to, None when it is off.
     """
 
     needs_cpu_seq_lens = True
@@ -69,9 +70,8 @@ class LookaheadAttentionBackend(AttentionBackend):
         self._rows = runner.req_to_token_pool
         self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle))
         self.exporter: MetricsExporter | None = None
-        debug = DebugEnv.read()
-        self._integrity_interval = debug.integrity_interval
-        self._trace = SelectionTrace(debug.trace_dir, layout) if debug.trace_dir else None
+        self.trace: SelectionTrace | None = None
+        self._integrity_interval = DebugEnv.read().integrity_interval
         self._decode: DecodePlan | None = None
         self._prefill: PrefillPlan | None = None
 
@@ -116,6 +116,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         plan = self._prefill
         assert plan is not None
         query, key, value = _split_heads(layer, q, k, v)
+        _refuse_extras(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         self.host.summarise(index, plan.completed_pages)
@@ -149,14 +150,15 @@ class LookaheadAttentionBackend(AttentionBackend):
         assert plan is not None
         step, scale = plan.step, layer.scaling
         query, key, value = _split_heads(layer, q, k, v)
+        _refuse_extras(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1]
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)
         self.controller.prepare(index, step, query, key, value, scale)
-        if self._trace:
-            self._trace.record(index, plan, self.tier)
+        if self.trace is not None:
+            self.trace.record(index, plan, self.tier)
         selected = self.tier.layers[index].selected
         out = resident_decode_attention(
             query, self.tier.layers[index].blocks, step.rows, plan.slots[selected], plan.kv_lengths[selected], scale
@@ -213,6 +215,14 @@ def _split_heads(layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor |
         k.view(-1, heads, layer.qk_head_dim),
         v.view(-1, heads, layer.v_head_dim),
     )
+
+
+def _refuse_extras(layer: RadixAttention, save_kv_cache: bool, extras: dict[str, Any]) -> None:
+    """Attention sinks and the like must not be dropped in silence."""
+    named = [name for name, value in extras.items() if value is not None]
+    if named or not save_kv_cache:
+        what = ", ".join(named) or "save_kv_cache=False"
+        raise NotImplementedError(f"lookahead KV cannot serve attention layer {layer.layer_id}, which passes {what}.")
 
 
 def _check_model(model: torch.nn.Module) -> None:

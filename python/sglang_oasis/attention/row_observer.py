@@ -36,7 +36,8 @@ class RowObserver:
         self._on_release()
 
     def reset_allocator(self) -> None:
-        """Nothing to do: no allocator of this cache depends on SGLang's."""
+        """SGLang has emptied its KV allocator, after `clear`."""
+        self._on_release()
 
     def alloc_to_lengths(self, *, req_pool_indices_cpu: Tensor, target_seq_lens_cpu: Tensor) -> None:
         """Nothing to do: a row's slots are allocated for its whole life."""

@@ -74,6 +74,8 @@ class LookaheadController:
                 Stage("transfer", self._transfer),
             ],
             tier.layout.num_layers,
+            # On a GPU the stages run on the forward pass's stream until they have streams and events of their own.
+            background=tier.device.type == "cpu",
         )
 
     def write_through(self, layer: int, indices: Tensor, key: Tensor, value: Tensor) -> None:
@@ -207,8 +209,9 @@ class LookaheadController:
         if count:
             pages = task.pages[admissions.entry.cpu(), admissions.block.cpu()]
             chunks = self.host.kv[task.layer][pages, admissions.head.cpu()].to(self.tier.device)
+            rows = task.rows[admissions.entry.cpu()].to(self.tier.device)
             self.tier.layers[task.layer].admit(
-                task.rows[admissions.entry], admissions.head, admissions.slot, admissions.block, chunks, task.step
+                rows, admissions.head, admissions.slot, admissions.block, chunks, task.step
             )
         self.counters.blocks_fetched += count
         self.counters.evictions += count

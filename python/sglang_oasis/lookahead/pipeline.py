@@ -20,14 +20,20 @@ class Stage(NamedTuple):
 class StagePipeline:
     """Runs one task per layer at a time, each stage in a thread of its own.
 
+    Args:
+        stages: in order.
+        num_layers: layers that submit tasks.
+        background: False runs every task to its end in `submit`.
+
     Attributes:
         seconds: time spent in each stage, by stage name.
         stall_seconds: time that `wait` blocked.
         stalls: number of `wait` calls that found the task unfinished.
     """
 
-    def __init__(self, stages: Sequence[Stage], num_layers: int) -> None:
+    def __init__(self, stages: Sequence[Stage], num_layers: int, background: bool = True) -> None:
         self._stages = stages
+        self._background = background
         self._threads = [
             ThreadPoolExecutor(
                 max_workers=1, thread_name_prefix=f"lookahead-{stage.name}", initializer=_one_torch_thread
@@ -45,7 +51,7 @@ class StagePipeline:
             raise RuntimeError(f"the lookahead task of layer {layer} was not waited for before the next one")
         done: Future[None] = Future()
         self._pending[layer] = done
-        self._threads[0].submit(self._run_stage, 0, task, done)
+        self._start_stage(0, task, done)
 
     def wait(self, layer: int) -> None:
         """Block until the layer's task is through, no other layer's; raises what the task raised."""
@@ -72,6 +78,12 @@ class StagePipeline:
         for thread in self._threads:
             thread.shutdown()
 
+    def _start_stage(self, index: int, value: Any, done: Future[None]) -> None:
+        if self._background:
+            self._threads[index].submit(self._run_stage, index, value, done)
+        else:
+            self._run_stage(index, value, done)
+
     def _run_stage(self, index: int, value: Any, done: Future[None]) -> None:
         stage = self._stages[index]
         start = time.perf_counter()
@@ -82,11 +94,12 @@ class StagePipeline:
             return
         self.seconds[stage.name] += time.perf_counter() - start
         if index + 1 < len(self._stages):
-            self._threads[index + 1].submit(self._run_stage, index + 1, value, done)
+            self._start_stage(index + 1, value, done)
         else:
             done.set_result(None)
 
 
 def _one_torch_thread() -> None:
-    # The forward pass owns the cores; a stage that spread over them would slow it down.
+    # The forward pass owns the cores; a stage that spread over them would slow it down. Threads that exist already keep
+    # their number; torch gives this one to threads that are started later, too.
     torch.set_num_threads(1)

@@ -37,8 +37,9 @@ def resident_decode_attention(
     kv_heads = blocks.shape[1]
     out = torch.empty_like(query)
     for i, row in enumerate(rows.tolist()):
-        keys = blocks[row, :, :, 0].index_select(1, slots[i]).view(kv_heads, -1, head_dim)[:, : kv_lengths[i]]
-        values = blocks[row, :, :, 1].index_select(1, slots[i]).view(kv_heads, -1, head_dim)[:, : kv_lengths[i]]
+        row_slots = slots[i].to(blocks.device)
+        keys = blocks[row, :, :, 0].index_select(1, row_slots).view(kv_heads, -1, head_dim)[:, : kv_lengths[i]]
+        values = blocks[row, :, :, 1].index_select(1, row_slots).view(kv_heads, -1, head_dim)[:, : kv_lengths[i]]
         grouped = query[i].view(kv_heads, query_heads // kv_heads, head_dim).to(keys.dtype)
         out[i] = _softmax_attention(grouped, keys, values, scale).reshape(query_heads, head_dim)
     return out

@@ -30,6 +30,8 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        # SGLang fills in intel_amx on x86-64, which needs its CPU kernel package.
-        if server_args.attention_backend in (None, "intel_amx"):
+        from sglang.srt.utils.common import cpu_has_amx_support  # imports the platform, so not at module level
+
+        # SGLang fills in intel_amx on x86-64, which needs AMX and its CPU kernel package.
+        if server_args.attention_backend in (None, "intel_amx") and not cpu_has_amx_support():
             server_args.attention_backend = ATTENTION_BACKEND

@@ -13,4 +13,5 @@ def cpu_platform_wanted() -> bool:
         return False
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return False
-    return not (hasattr(torch, "npu") and torch.npu.is_available())
+    added_by_vendors = (getattr(torch, name, None) for name in ("npu", "hpu", "musa"))
+    return not any(device is not None and device.is_available() for device in added_by_vendors)

@@ -11,9 +11,11 @@ import logging
 from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
+from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import start_up_summary
+from sglang_oasis.observability.trace import SelectionTrace
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
 from sglang_oasis.seams.server_args import config_of, enabled
@@ -42,13 +44,19 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
         )
     config = config_of(runner.server_args, runner.page_size)
     backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
+    labels = _rank_labels()
     if runner.server_args.enable_metrics:
-        backend.exporter = MetricsExporter(_metric_labels(runner))
+        backend.exporter = MetricsExporter({"model_name": runner.server_args.served_model_name or "", **labels})
+    folder = DebugEnv.read().trace_dir
+    if folder is not None:
+        several = runner.server_args.tp_size * runner.server_args.dp_size > 1
+        backend.trace = SelectionTrace(folder / "_".join(labels.values()) if several else folder, backend.tier.layout)
     logger.info("%s", start_up_summary(backend))
     return backend
 
 
-def _metric_labels(runner: Any) -> dict[str, str]:
-    from sglang.srt.runtime_context import get_parallel, get_serving
+def _rank_labels() -> dict[str, str]:
+    from sglang.srt.runtime_context import get_parallel
 
-    return {"model_name": get_serving().served_model_name, "tp_rank": str(get_parallel().tp_rank)}
+    parallel = get_parallel()
+    return {"tp_rank": str(parallel.tp_rank), "dp_rank": str(parallel.dp_rank or 0)}

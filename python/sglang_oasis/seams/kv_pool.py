@@ -42,7 +42,6 @@ class HostKVPool(MHATokenToKVPool):
             block_size=self.page_size,
             head_dim=self.head_dim,
             dtype=self.store_dtype,
-            pin=torch.device(self.device).type == "cuda",
         )
         # Views [pages, H, B, D]: generic code that inspects the buffers finds tensors.
         self.k_buffer = [kv[:, :, 0] for kv in self.host.kv]

@@ -41,6 +41,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_flexkv": (False,),
     "dllm_algorithm": (None,),
     "cpu_offload_gb": (0,),
+    "tokenizer_worker_num": (1,),
     "pp_size": (1,),
     "dcp_size": (1,),
     "attn_cp_size": (1,),
@@ -106,14 +107,22 @@ def check_model(server_args: Any) -> None:
 
 
 def check_after_resolution(server_args: Any) -> None:
-    """Check that the tiers fit the memory.
+    """Check that no CUDA graph is captured and that the tiers fit the memory.
 
     Raises:
         LookaheadKVError: one sentence.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    _check_memory(server_args, model_config_of(server_args), resolving_view(server_args))
+    view = resolving_view(server_args)
+    for phase in ("decode", "prefill"):
+        backend = getattr(view.cuda_graph_config, phase).backend
+        if backend != "disabled":
+            raise LookaheadKVError(
+                f"--enable-lookahead-kv does not run in CUDA graphs yet, and --cuda-graph-backend-{phase} is "
+                f"{backend}: leave it out."
+            )
+    _check_memory(server_args, model_config_of(server_args), view)
 
 
 def _has_sliding_window(text_config: Any) -> bool:
@@ -130,8 +139,8 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import check_host_tokens, layout_of_model, ranks_per_host
-    from sglang_oasis.tier.budget import divide_memory
+    from sglang_oasis.seams.sizing import check_host_bytes, layout_of_model, ranks_per_host
+    from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
     device_is_host = view.device == "cpu"
@@ -140,12 +149,11 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     budget = divide_memory(
         config_of(server_args, view.page_size),
         layout,
-        device_is_host=device_is_host,
         ranks=ranks_per_host(server_args),
-        # Known in the scheduler only, when the model is on the device.
-        free_device_bytes=lambda: layout.row_bytes * 2,
+        # What a GPU has free is known in the scheduler only, when the model is on it.
+        free_device_bytes=None if device_is_host else UNKNOWN,
     )
-    check_host_tokens(layout, budget.host_kv_bytes)
+    check_host_bytes(layout, budget.host_bytes)
     layout.rows_in(budget.device_bytes)
 
 

@@ -53,22 +53,32 @@ def ranks_per_host(server_args: Any) -> int:
     return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
 
 
-def _budget_of(configurator: Any, free_device_bytes: Callable[[], int]) -> Any:
-    return divide_memory(
-        config_of(configurator.server_args, configurator.page_size),
-        layout_of_runner(configurator),
-        device_is_host=configurator.device == "cpu",
-        ranks=ranks_per_host(configurator.server_args),
-        free_device_bytes=free_device_bytes,
-    )
-
-
 def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_memory: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return original(configurator, pre_model_load_memory)
-    budget = _budget_of(configurator, lambda: original(configurator, pre_model_load_memory))
-    configurator.server_args._lookahead_kv_device_bytes = budget.device_bytes
-    return budget.host_kv_bytes
+    on_cpu = configurator.device == "cpu"
+    budget = divide_memory(
+        config_of(configurator.server_args, configurator.page_size),
+        layout_of_runner(configurator),
+        ranks=ranks_per_host(configurator.server_args),
+        free_device_bytes=None if on_cpu else original(configurator, pre_model_load_memory),
+    )
+    host_kv_bytes, device_bytes = _least_of_all_ranks(budget.host_kv_bytes, budget.device_bytes)
+    # The configurator has slots; its server_args are the one object that both hooks see.
+    configurator.server_args._lookahead_kv_device_bytes = device_bytes
+    return host_kv_bytes
+
+
+def _least_of_all_ranks(*sizes: int) -> list[int]:
+    """The smallest of each size over the ranks: their schedulers decide alone and must see the same capacity."""
+    import torch.distributed
+    from sglang.srt.runtime_context import get_parallel
+
+    least = torch.tensor(sizes)
+    if get_parallel().launch_world_size > 1:
+        group = get_parallel().world_group.cpu_group
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    return least.tolist()
 
 
 def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
@@ -82,16 +92,16 @@ def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     return min(result, rows)
 
 
-def check_host_tokens(layout: TierLayout, host_kv_bytes: int) -> None:
+def check_host_bytes(layout: TierLayout, host_bytes: int) -> None:
     """Refuse a host pool that cannot hold one request's working set.
 
     Raises:
         LookaheadKVError: names the size and the least that works.
     """
-    least = (layout.selected_blocks[0] + layout.local_slots) * layout.host_page_bytes
-    if host_kv_bytes < least:
+    least = (min(layout.selected_blocks) + layout.local_slots) * layout.host_page_bytes
+    if host_bytes < least:
         raise LookaheadKVError(
-            f"{host_kv_bytes / 1e9:.3f} GB of host memory are too little for the KV cache of one request, which needs "
+            f"{host_bytes / 1e9:.3f} GB of host memory are too little for the KV cache of one request, which needs "
             f"at least {least / 1e9:.3f} GB: raise --lookahead-kv-host-gb or free host memory."
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_oasis.config import LookaheadKVConfig
@@ -13,6 +12,9 @@ from sglang_oasis.tier.memory import available_host_bytes
 AUTO_HOST_SHARE = 0.5
 AUTO_CPU_DEVICE_SHARE = 0.25
 """Shares of the free host memory; on a CPU both tiers live there, and activations need the rest."""
+
+UNKNOWN = 1 << 62
+"""Free device bytes before the model is loaded."""
 
 
 class TierBudget(NamedTuple):
@@ -33,9 +35,8 @@ def divide_memory(
     config: LookaheadKVConfig,
     layout: TierLayout,
     *,
-    device_is_host: bool,
     ranks: int,
-    free_device_bytes: Callable[[], int],
+    free_device_bytes: int | None,
     free_host_bytes: int | None = None,
 ) -> TierBudget:
     """Divide the memory that is free now.
@@ -43,26 +44,38 @@ def divide_memory(
     Args:
         config: the validated configuration.
         layout: sizes of the tiers.
-        device_is_host: the device tier lives in host memory (CPU).
         ranks: ranks on this host that share its memory.
-        free_device_bytes: bytes that SGLang would give its KV cache on the device; asked only when needed.
+        free_device_bytes: bytes that SGLang would give its KV cache on this rank's device; None on a CPU, where the
+            device tier lives in host memory.
         free_host_bytes: free host memory, None to ask the machine.
 
     Raises:
         LookaheadKVError: what was asked for is not free.
     """
-    free = available_host_bytes() if free_host_bytes is None else free_host_bytes
-    share = free // ranks
-    host = int(config.host_gb * 1e9) if config.host_gb is not None else int(share * AUTO_HOST_SHARE)
-    if config.device_gb is not None:
-        device = int(config.device_gb * 1e9)
+    share = (available_host_bytes() if free_host_bytes is None else free_host_bytes) // ranks
+    host, device = _asked(config.host_gb), _asked(config.device_gb)
+    if free_device_bytes is None:
+        if host is None:
+            host = min(int(share * AUTO_HOST_SHARE), share - (device or 0))
+        if device is None:
+            device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host)
+        _require_free("lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", host + device, share)
     else:
-        device = int(share * AUTO_CPU_DEVICE_SHARE) if device_is_host else free_device_bytes()
-    wanted = host + (device if device_is_host else 0)
-    if wanted > share:
-        raise LookaheadKVError(
-            f"{wanted / 1e9:.2f} GB of host memory per rank were asked for and {share / 1e9:.2f} GB are free: lower "
-            f"--lookahead-kv-host-gb" + (" or --lookahead-kv-device-gb." if device_is_host else ".")
-        )
+        host = int(share * AUTO_HOST_SHARE) if host is None else host
+        device = free_device_bytes if device is None else device
+        _require_free("lookahead-kv-device-gb", "device", device, free_device_bytes)
+    _require_free("lookahead-kv-host-gb", "host", host, share)
     kv_share = layout.chunk_bytes / (layout.chunk_bytes + layout.summary_bytes)
     return TierBudget(host, int(host * kv_share), device)
+
+
+def _asked(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else int(gigabytes * 1e9)
+
+
+def _require_free(flags: str, memory: str, wanted: int, free: int) -> None:
+    if wanted > free:
+        raise LookaheadKVError(
+            f"--{flags} of {wanted / 1e9:.2f} GB per rank is more than the {free / 1e9:.2f} GB of {memory} memory that "
+            f"are free: lower it."
+        )

@@ -25,17 +25,12 @@ class HostPool:
         block_size: int,
         head_dim: int,
         dtype: torch.dtype,
-        pin: bool,
     ) -> None:
         self.num_pages = num_pages
         self.block_size = block_size
-        self.kv = [
-            torch.zeros((num_pages, kv_heads, 2, block_size, head_dim), dtype=dtype, pin_memory=pin)
-            for _ in range(num_layers)
-        ]
+        self.kv = [torch.zeros((num_pages, kv_heads, 2, block_size, head_dim), dtype=dtype) for _ in range(num_layers)]
         self.summaries = [
-            torch.zeros((num_pages, kv_heads, 2, head_dim), dtype=SUMMARY_DTYPE, pin_memory=pin)
-            for _ in range(num_layers)
+            torch.zeros((num_pages, kv_heads, 2, head_dim), dtype=SUMMARY_DTYPE) for _ in range(num_layers)
         ]
 
     @property
