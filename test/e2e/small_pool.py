@@ -32,6 +32,7 @@ FLAGS = (
     *("--enable-priority-scheduling", "--default-priority-value", "0"),
     *("--load-snapshot-publish-interval", "1"),  # else /v1/loads tells the past
     "--sleep-on-idle",  # other tests' servers want the cores
+    "--enable-metrics",
 )
 
 
