@@ -34,6 +34,11 @@ FLAGS = (
     "--sleep-on-idle",  # other tests' servers want the cores
     "--enable-metrics",
 )
+ENVIRONMENT = {
+    "SGLANG_OASIS_CHECK_INTEGRITY": "1",
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until it looks whether a silent client is still there
+    "OMP_NUM_THREADS": "1",  # the tensors are small, and threads that wait for each other on a busy core are slow
+}
 
 
 @functools.cache

@@ -7,16 +7,27 @@ import http.client
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.in_flight import InFlight
-from test.e2e.server import Server
-from test.e2e.small_pool import MOST_REQUESTS, assert_baseline, assert_same_answer, finish_type, text
+from test.e2e.server import Server, launch_server
+from test.e2e.small_pool import (
+    BUDGET,
+    ENVIRONMENT,
+    FLAGS,
+    LAYERS,
+    MOST_REQUESTS,
+    assert_baseline,
+    assert_same_answer,
+    finish_type,
+    text,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -97,8 +108,8 @@ def health_watched(server: Server) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_500_requests_with_aborts_and_disconnects(small_pool_server: Server) -> None:
-    server, requests = small_pool_server, plans()
+def soak(server: Server, requests: list[Plan], comparable: Callable[[Plan], bool]) -> None:
+    """Serve the requests side by side, then some of the comparable ones again, alone."""
     assert_baseline(server)
     with health_watched(server) as health, ThreadPoolExecutor(MOST_REQUESTS) as clients:
         answers = list(clients.map(lambda plan: live(server, plan), requests))
@@ -106,9 +117,7 @@ def test_500_requests_with_aborts_and_disconnects(small_pool_server: Server) -> 
 
     assert set(health) == {http.client.OK}
     assert len(health) > 5
-    log = server.log.read_text(errors="replace")
-    assert "Traceback" not in log
-    assert "KV cache pool is full. Retract requests." in log, "the pool was not small"
+    assert "Traceback" not in server.log.read_text(errors="replace")
 
     finished = [(plan, answer) for plan, answer in zip(requests, answers, strict=True) if plan.fate == "finish"]
     assert {finish_type(answer) for _, answer in finished if answer} == {"length"}
@@ -119,8 +128,29 @@ def test_500_requests_with_aborts_and_disconnects(small_pool_server: Server) -> 
     assert set(ended) <= {"abort", "length"}  # some had already finished
 
     assert_baseline(server)
-    undisturbed = [(plan, answer) for plan, answer in finished if answer and not answer["meta_info"]["num_retractions"]]
+    undisturbed = [
+        (plan, answer)
+        for plan, answer in finished
+        if answer and not answer["meta_info"]["num_retractions"] and comparable(plan)
+    ]
     for plan, answer in random.Random(SEED).sample(undisturbed, SAMPLE):
         assert_baseline(server)
         assert_same_answer(answer, InFlight(server, plan.prompt, plan.tokens, return_logprob=True).result())
     assert_baseline(server)
+
+
+def test_500_requests_with_aborts_and_disconnects(small_pool_server: Server) -> None:
+    soak(small_pool_server, plans(), comparable=lambda plan: True)
+    log = small_pool_server.log.read_text(errors="replace")
+    assert "KV cache pool is full. Retract requests." in log, "the pool was not small"
+
+
+def test_the_background_pipeline_survives_aborts_and_disconnects() -> None:
+    """Policy drop: rows end while transfers are under way. Past the budget, answers depend on the prefill's chunks."""
+    flags = (*FLAGS, "--lookahead-kv-miss-policy", "drop", "--lookahead-kv-fetch-ratio", "0.2")
+    with launch_server(*flags, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+        soak(server, plans()[:200], comparable=lambda plan: len(plan.prompt) + plan.tokens <= BUDGET)
+        stats = server.stats()
+        assert stats["counters"]["blocks_fetched"] > 0
+        assert stats["counters"]["blocks_urgent"] == 0
+        assert stats["seconds"]["predict"] > 0

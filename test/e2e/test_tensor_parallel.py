@@ -6,15 +6,11 @@ import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.server import Server, launch_server
-from test.e2e.small_pool import FLAGS, LAYERS, assert_same_answer, text
+from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_same_answer, text
 
 pytestmark = pytest.mark.e2e
 
-ENVIRONMENT = {
-    "SGLANG_OASIS_CHECK_INTEGRITY": "1",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|0|0",  # SGLang wants to be told when ranks share a NUMA node
-}
+BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0"}  # SGLang wants to be told when ranks share a NUMA node
 
 
 def answers(server: Server) -> list[dict]:
@@ -24,7 +20,9 @@ def answers(server: Server) -> list[dict]:
 
 def test_three_ranks_with_one_kv_head_each_answer_as_one_rank_does(small_pool_server: Server) -> None:
     expected = answers(small_pool_server)
-    with launch_server(*FLAGS, "--tp", "3", env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+    with launch_server(
+        *FLAGS, "--tp", "3", env={**ENVIRONMENT, **BINDING}, model=truncated_model_path(LAYERS)
+    ) as server:
         for ours, theirs in zip(answers(server), expected, strict=True):
             assert_same_answer(ours, theirs)
         assert server.stats()["counters"]["blocks_urgent"] > 0, "no rank had to fetch"
