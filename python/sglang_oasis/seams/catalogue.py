@@ -54,15 +54,16 @@ def seams() -> list[Seam]:
 
 def install() -> None:
     """Register and apply all hooks, the resolution steps and the attention backend."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     from sglang_oasis.seams import attention_backend, resolution
 
     _check_version()
     resolution.install()
     attention_backend.install()
+    source = HookSource(plugin_name="sglang_oasis", dist_name="sglang-oasis")
     for seam in seams():
-        HookRegistry.register(seam.path, seam.hook, HookType[seam.kind])
+        HookRegistry.register(seam.path, seam.hook, HookType[seam.kind], source=source)
     HookRegistry.apply_hooks()
 
 
