@@ -219,7 +219,7 @@ def _float(value: Mapping[str, Any], name: str, remedy: str) -> float:
         _refuse(name, value[name], remedy)
     try:
         return float(value[name])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         _refuse(name, value[name], remedy)
 
 
@@ -242,9 +242,11 @@ def _gigabytes(value: Mapping[str, Any], name: str) -> float | None:
 
 
 def _layer_ids(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in str(value[name]).split(",") if part.strip()]
-    if not all(part.isdigit() for part in parts):
-        _refuse(name, value[name], "give layer numbers separated by commas, e.g. 0,1")
+    given = value[name]
+    parts = [str(layer) for layer in given] if isinstance(given, (list, tuple)) else str(given).split(",")
+    parts = [part.strip() for part in parts if part.strip()]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        _refuse(name, given, "give layer numbers separated by commas, e.g. 0,1")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -115,7 +115,7 @@ REFUSED: dict[tuple[str, ...], str] = {
         "--lookahead-kv-dense-layers",
         "0,4",
     ): "--lookahead-kv-dense-layers 4 is not possible: the model has layers 0 to 3",
-    ("--lookahead-kv-host-gb", "1000000"): "lower --lookahead-kv-host-gb",
+    ("--lookahead-kv-host-gb", "1000000"): "--lookahead-kv-host-gb of 1000000.00 GB per rank is more than",
     ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
     ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
 }

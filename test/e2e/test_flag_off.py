@@ -97,6 +97,21 @@ if __name__ == "__main__":
     assert "verified 9" in result.stdout
 
 
+def test_a_flag_that_would_have_no_effect_is_refused() -> None:
+    script = (
+        PROLOGUE
+        + """
+import sglang.srt.server_args as s
+from sglang_oasis.errors import LookaheadKVError
+try:
+    s.ServerArgs(model_path=sys.argv[2], lookahead_kv_budget_tokens=512).resolve_once()
+except LookaheadKVError as error:
+    print("refused", error)
+"""
+    )
+    assert run(script, "cpu")["refused"].startswith("--lookahead-kv-budget-tokens has no effect without")
+
+
 def test_a_hook_that_did_not_take_stops_the_start() -> None:
     script = (
         PROLOGUE

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 def metrics(server: Server) -> dict[str, float]:
     """Our Prometheus metrics by name, without prefix and labels."""
-    pattern = r"^sglang:lookahead_kv_(\w+)\{[^}]*\} (\S+)$"
+    pattern = r'^sglang:lookahead_kv_(\w+)\{[^}]*model_name="[^"]+"[^}]*\} (\S+)$'
     return {name: float(value) for name, value in re.findall(pattern, server.get("/metrics").text, re.MULTILINE)}
 
 

@@ -40,6 +40,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_fetch_ratio", "half"),
     ("lookahead_kv_fetch_ratio", None),
     ("lookahead_kv_fetch_ratio", True),
+    ("lookahead_kv_fetch_ratio", 10**400),
     ("lookahead_kv_source", "oracle"),
     ("lookahead_kv_miss_policy", "wait"),
     ("lookahead_kv_miss_policy", None),
@@ -56,6 +57,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_dense_layers", "0;1"),
     ("lookahead_kv_dense_layers", "first"),
     ("lookahead_kv_dense_layers", "1.5"),
+    ("lookahead_kv_dense_layers", "²"),
+    ("lookahead_kv_dense_layers", [-1]),
 ]
 # In the flags' help, and refused until they work.
 NOT_YET: list[tuple[str, Any]] = [

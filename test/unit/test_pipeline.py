@@ -70,6 +70,18 @@ def test_a_blocked_wait_counts_as_a_stall_and_a_finished_task_does_not() -> None
     assert pipeline.stalls == 1
 
 
+def test_without_a_background_a_task_is_through_when_it_is_submitted() -> None:
+    threads = []
+    stage = Stage("transfer", lambda _: threads.append(threading.current_thread()))
+    pipeline = StagePipeline([stage], num_layers=1, background=False)
+    pipeline.submit(0, None)
+    assert threads == [threading.current_thread()]
+    pipeline.wait(0)
+    pipeline.submit(0, None)
+    assert pipeline.stalls == 0
+    pipeline.close()
+
+
 def test_an_error_in_a_stage_reaches_the_one_who_waits() -> None:
     def fail(_: int) -> None:
         raise ZeroDivisionError("in the background")

@@ -51,8 +51,9 @@ def test_minmax_averages_softmaxes_over_the_group_and_the_queries() -> None:
 
 
 def test_an_unknown_selector_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(LookaheadKVError, match=r"use one of .*minmax"):
-        find_selector("best")
+    for name in ("best", None, ["minmax"]):
+        with pytest.raises(LookaheadKVError, match=r"use one of .*minmax"):
+            find_selector(name)
 
 
 @settings(max_examples=60, deadline=None)

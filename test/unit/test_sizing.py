@@ -47,6 +47,14 @@ def test_a_budget_beyond_the_context_takes_no_more_than_the_context() -> None:
     assert layout(context_length=64).selected_blocks == (5, 5, 5)
 
 
+def test_recent_tokens_beyond_the_context_take_no_more_than_the_context() -> None:
+    assert layout(context_length=64, lookahead_kv_recent_tokens=10**30).recent_blocks == 5
+
+
+def test_dense_layers_may_be_a_list() -> None:
+    assert layout(lookahead_kv_dense_layers=[0, 2]).selected_blocks == (64, 8, 64)
+
+
 def test_the_fetch_cap_is_at_least_one_block() -> None:
     assert [fetch_cap(0.05, 128), fetch_cap(0.05, 4), fetch_cap(1.0, 64)] == [6, 1, 64]
 

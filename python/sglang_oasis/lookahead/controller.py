@@ -177,7 +177,7 @@ class LookaheadController:
         task = self._prediction(layer, step, step.windows, query, scale, cap=budget)
         if task is None:
             return
-        _, admissions = self._transfer(self._select(self._predict(task)))
+        _, admissions = self.pipeline.run(task)
         self.counters.blocks_urgent += admissions.entry.numel()
         self.counters.misses += admissions.entry.numel()
 

@@ -49,9 +49,18 @@ class StagePipeline:
         """Start a task of `layer`; the layer's previous task must have been waited for."""
         if self._pending[layer] is not None:
             raise RuntimeError(f"the lookahead task of layer {layer} was not waited for before the next one")
+        if not self._background:
+            self.run(task)
+            return
         done: Future[None] = Future()
         self._pending[layer] = done
-        self._start_stage(0, task, done)
+        self._threads[0].submit(self._pass_on, 0, task, done)
+
+    def run(self, task: Any) -> Any:
+        """Run all stages now, in the caller's thread; return what the last one returned."""
+        for stage in self._stages:
+            task = self._timed(stage, task)
+        return task
 
     def wait(self, layer: int) -> None:
         """Block until the layer's task is through, no other layer's; raises what the task raised."""
@@ -78,23 +87,20 @@ class StagePipeline:
         for thread in self._threads:
             thread.shutdown()
 
-    def _start_stage(self, index: int, value: Any, done: Future[None]) -> None:
-        if self._background:
-            self._threads[index].submit(self._run_stage, index, value, done)
-        else:
-            self._run_stage(index, value, done)
-
-    def _run_stage(self, index: int, value: Any, done: Future[None]) -> None:
-        stage = self._stages[index]
+    def _timed(self, stage: Stage, value: Any) -> Any:
         start = time.perf_counter()
+        value = stage.run(value)
+        self.seconds[stage.name] += time.perf_counter() - start
+        return value
+
+    def _pass_on(self, index: int, value: Any, done: Future[None]) -> None:
         try:
-            value = stage.run(value)
+            value = self._timed(self._stages[index], value)
         except BaseException as error:
             done.set_exception(error)
             return
-        self.seconds[stage.name] += time.perf_counter() - start
         if index + 1 < len(self._stages):
-            self._start_stage(index + 1, value, done)
+            self._threads[index + 1].submit(self._pass_on, index + 1, value, done)
         else:
             done.set_result(None)
 

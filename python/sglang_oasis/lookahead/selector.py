@@ -43,13 +43,13 @@ def register_selector(name: str) -> Callable[[Selector], Selector]:
     return decorate
 
 
-def find_selector(name: str) -> Selector:
+def find_selector(name: object) -> Selector:
     """The selector of that name.
 
     Raises:
         LookaheadKVError: no such selector.
     """
-    if name not in _SELECTORS:
+    if not isinstance(name, str) or name not in _SELECTORS:
         known = ", ".join(sorted(_SELECTORS))
         raise LookaheadKVError(f"--lookahead-kv-selector {name} is not possible: use one of {known}.")
     return _SELECTORS[name]

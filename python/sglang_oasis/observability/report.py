@@ -14,15 +14,17 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
     config, layout, tier = backend.config, backend.tier.layout, backend.tier
     tokens = (backend.host.num_pages - 1) * layout.block_size
     per_row = layout.step_bytes(config.fetch_ratio)
+    budget = min(layout.selected_blocks)
+    covers = " (the whole context, so attention is exact)" if budget == layout.max_blocks else ""
     lines = [
         "Lookahead KV is on",
         f"  host KV          {tokens} tokens, {_gb(backend.host.nbytes)} with summaries",
         f"  rows             {tier.num_rows - 1} requests decode at once",
         f"  device           {_gb(tier.num_rows * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
         f"of which summaries {_mb(layout.row_summary_bytes)}",
-        f"  budget           {config.budget_tokens} tokens per KV head and layer "
-        f"({config.selected_blocks} blocks of {config.block_size}), {layout.recent_blocks} recent, "
-        f"{layout.sink_blocks} sink, dense layers {list(config.dense_layers)}",
+        f"  budget           {budget} blocks of {config.block_size} tokens per KV head and layer{covers}, of which "
+        f"{layout.sink_blocks} sink blocks; besides {layout.recent_blocks} recent blocks and the open one; "
+        f"dense layers: {', '.join(map(str, config.dense_layers)) or 'none'}",
         f"  step             at most {_mb(per_row)} fetched ahead per row (ratio {config.fetch_ratio}), "
         f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}",
     ]

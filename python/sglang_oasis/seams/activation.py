@@ -38,11 +38,12 @@ def _install_when_due() -> None:
     from sglang_oasis.seams import catalogue
 
     catalogue.install()
-    sys.excepthook = _print_sentence(sys.excepthook)
+    print_sentences()
 
 
-def _print_sentence(previous):  # type: ignore[no-untyped-def]
-    """An uncaught LookaheadKVError ends the program with its sentence alone, without a traceback."""
+def print_sentences() -> None:
+    """Make an uncaught LookaheadKVError end the program with its sentence alone, without a traceback."""
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, LookaheadKVError):
@@ -50,4 +51,4 @@ def _print_sentence(previous):  # type: ignore[no-untyped-def]
         else:
             previous(kind, error, traceback)
 
-    return hook
+    sys.excepthook = hook

@@ -35,6 +35,8 @@ def install() -> None:
 
 
 def _create(runner: Any) -> LookaheadAttentionBackend:
+    from sglang.srt.runtime_context import get_serving
+
     catalogue.verify()
     pool = runner.token_to_kv_pool
     if not enabled(runner.server_args) or not isinstance(pool, HostKVPool):
@@ -46,7 +48,7 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
     backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
     labels = _rank_labels()
     if runner.server_args.enable_metrics:
-        backend.exporter = MetricsExporter({"model_name": runner.server_args.served_model_name or "", **labels})
+        backend.exporter = MetricsExporter({"model_name": get_serving().served_model_name, **labels})
     folder = DebugEnv.read().trace_dir
     if folder is not None:
         several = runner.server_args.tp_size * runner.server_args.dp_size > 1

@@ -16,10 +16,13 @@ from sglang.srt import server_args as upstream
 from sglang.srt.arg_groups.arg_utils import Arg
 
 from sglang_oasis.config import ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig
+from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import activation
 
 HELP_HEADING = "lookahead KV (sglang-oasis)"
-ENABLE_HELP = "Keep the full KV cache in host memory and decode on a bounded working set per KV head; needs all below."
+ENABLE_HELP = (
+    "Keep the full KV cache in host memory and decode on a bounded working set per KV head; every flag below needs it."
+)
 
 
 def _upstream() -> Any:
@@ -41,10 +44,13 @@ class _Behaviour:
             activation.request()
 
     def resolve_once(self: Any) -> None:
-        if self.enable_lookahead_kv and not getattr(self, "_resolution_finished", False):
-            from sglang_oasis.seams.preflight import check_before_resolution
+        if not getattr(self, "_resolution_finished", False):
+            if self.enable_lookahead_kv:
+                from sglang_oasis.seams.preflight import check_before_resolution
 
-            check_before_resolution(self)
+                check_before_resolution(self)
+            else:
+                _refuse_flags_without_effect(self)
         _upstream().resolve_once(self)
 
     @staticmethod
@@ -55,6 +61,15 @@ class _Behaviour:
         for knob in KNOBS:
             group.add_argument(
                 knob.flag, type=_parser_of(knob), choices=knob.choices, default=knob.default, help=knob.help
+            )
+
+
+def _refuse_flags_without_effect(server_args: Any) -> None:
+    for knob in KNOBS:
+        if getattr(server_args, knob.name) != knob.default:
+            activation.print_sentences()
+            raise LookaheadKVError(
+                f"{knob.flag} has no effect without --enable-lookahead-kv: add it or leave both out."
             )
 
 

@@ -54,17 +54,17 @@ def divide_memory(
     """
     share = (available_host_bytes() if free_host_bytes is None else free_host_bytes) // ranks
     host, device = _asked(config.host_gb), _asked(config.device_gb)
-    if free_device_bytes is None:
-        if host is None:
-            host = min(int(share * AUTO_HOST_SHARE), share - (device or 0))
-        if device is None:
-            device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host)
-        _require_free("lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", host + device, share)
+    on_cpu = free_device_bytes is None
+    if host is None:
+        taken = device if on_cpu and device is not None else 0
+        host = min(int(share * AUTO_HOST_SHARE), share - taken)
+    _require_free("--lookahead-kv-host-gb", "host", host, share)
+    if device is None:
+        device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host) if on_cpu else free_device_bytes
+    if on_cpu:
+        _require_free("--lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", host + device, share)
     else:
-        host = int(share * AUTO_HOST_SHARE) if host is None else host
-        device = free_device_bytes if device is None else device
-        _require_free("lookahead-kv-device-gb", "device", device, free_device_bytes)
-    _require_free("lookahead-kv-host-gb", "host", host, share)
+        _require_free("--lookahead-kv-device-gb", "device", device, free_device_bytes)
     kv_share = layout.chunk_bytes / (layout.chunk_bytes + layout.summary_bytes)
     return TierBudget(host, int(host * kv_share), device)
 
@@ -76,6 +76,6 @@ def _asked(gigabytes: float | None) -> int | None:
 def _require_free(flags: str, memory: str, wanted: int, free: int) -> None:
     if wanted > free:
         raise LookaheadKVError(
-            f"--{flags} of {wanted / 1e9:.2f} GB per rank is more than the {free / 1e9:.2f} GB of {memory} memory that "
+            f"{flags} of {wanted / 1e9:.2f} GB per rank is more than the {free / 1e9:.2f} GB of {memory} memory that "
             f"are free: lower it."
         )

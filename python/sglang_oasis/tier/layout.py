@@ -67,7 +67,7 @@ class TierLayout:
             dtype=dtype,
             block_size=config.block_size,
             selected_blocks=tuple(max_blocks if layer in dense else sparse for layer in range(num_layers)),
-            recent_blocks=config.recent_blocks,
+            recent_blocks=min(config.recent_blocks, max_blocks),
             sink_blocks=config.sink_blocks,
             max_blocks=max_blocks,
             draft_tokens=draft_tokens,
