@@ -94,6 +94,7 @@ def test_an_automatic_size_gives_way_to_one_that_was_asked_for() -> None:
     [
         (2_400_000_000, None, {"host_gb": 2.0, "device_gb": 0.5}),
         (1_900_000_000, None, {"host_gb": 2.0}),
+        (1_900_000_000, None, {"device_gb": 2.0}),
         (1_900_000_000, 10**12, {"host_gb": 2.0}),
         (10**12, 400_000_000, {"device_gb": 0.5}),
     ],

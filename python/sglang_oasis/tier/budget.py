@@ -54,17 +54,16 @@ def divide_memory(
     """
     share = (available_host_bytes() if free_host_bytes is None else free_host_bytes) // ranks
     host, device = _asked(config.host_gb), _asked(config.device_gb)
-    on_cpu = free_device_bytes is None
-    if host is None:
-        taken = device if on_cpu and device is not None else 0
-        host = min(int(share * AUTO_HOST_SHARE), share - taken)
-    _require_free("--lookahead-kv-host-gb", "host", host, share)
-    if device is None:
-        device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host) if on_cpu else free_device_bytes
-    if on_cpu:
-        _require_free("--lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", host + device, share)
+    _require_free("--lookahead-kv-host-gb", "host", host or 0, share)
+    if free_device_bytes is not None:
+        _require_free("--lookahead-kv-device-gb", "device", device or 0, free_device_bytes)
+        host = int(share * AUTO_HOST_SHARE) if host is None else host
+        device = free_device_bytes if device is None else device
     else:
-        _require_free("--lookahead-kv-device-gb", "device", device, free_device_bytes)
+        both = (host or 0) + (device or 0)
+        _require_free("--lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", both, share)
+        host = min(int(share * AUTO_HOST_SHARE), share - both) if host is None else host
+        device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host) if device is None else device
     kv_share = layout.chunk_bytes / (layout.chunk_bytes + layout.summary_bytes)
     return TierBudget(host, int(host * kv_share), device)
 
