@@ -54,7 +54,9 @@ class DecodePlan:
     @cached_property
     def slots(self) -> dict[int, list[Tensor]]:
         """Per K: the resident slots of each row, selected ones first, the open block last."""
-        return {k: [self._row_slots(k, window) for window in self.step.windows] for k in self.layout.selected_blocks}
+        return {
+            k: [self._row_slots(k, window) for window in self.step.windows] for k in set(self.layout.selected_blocks)
+        }
 
     def _lengths(self, slots: Sequence[Tensor]) -> list[int]:
         size = self.layout.block_size

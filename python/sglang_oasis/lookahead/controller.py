@@ -129,10 +129,10 @@ class LookaheadController:
             scale: softmax scale.
         """
         resident = self.tier.layers[layer]
-        for row, block in step.graduates():
+        for row, block in step.graduates:
             resident.graduate(row, block, step.number)
         resident.write_tokens(step.rows, step.positions, key, value)
-        self._summarise(layer, step.completed())
+        self._summarise(layer, step.completed)
         if self.config.miss_policy == "fetch":
             self._fetch_misses(layer, step, query, scale)
 

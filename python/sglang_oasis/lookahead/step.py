@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class DecodeStep:
         rows: [n] int64.
         before: per row, the window before this step.
         windows: per row, the window of this step.
-        pages: [n, blocks] int64 on the host, host page of each logical block, 0 beyond a row's open block.
+        pages: [n, blocks] int64 on the host, host page of each logical block, arbitrary beyond a row's open block.
     """
 
     number: int
@@ -29,17 +30,21 @@ class DecodeStep:
     windows: Sequence[Window]
     pages: Tensor
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """[n] int64, position of each row's new token."""
         return torch.tensor([window.length - 1 for window in self.windows])
 
-    def graduates(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def graduates(self) -> list[tuple[int, int]]:
         """(row, block) of the blocks that leave the local slots with this step's tokens."""
-        for row, before, window in zip(self.rows.tolist(), self.before, self.windows, strict=True):
-            for block in range(before.first_local, window.first_local):
-                yield row, block
+        return [
+            (row, block)
+            for row, before, window in zip(self.rows.tolist(), self.before, self.windows, strict=True)
+            for block in range(before.first_local, window.first_local)
+        ]
 
+    @cached_property
     def completed(self) -> list[tuple[int, int, int]]:
         """(row, block, host page) of the blocks that this step's tokens complete."""
         return [
