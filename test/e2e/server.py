@@ -98,7 +98,6 @@ def server_command(*flags: str, model: Path | None = None, port: int | None = No
         "sglang.launch_server",
         *("--model-path", str(model or reference_model_path())),
         *("--host", "127.0.0.1", "--port", str(port or free_port())),
-        "--skip-server-warmup",  # readiness is asked for with a real generation
         *flags,
     ]
 
