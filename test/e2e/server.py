@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -72,6 +73,11 @@ class Server:
 
     def post(self, path: str, **body: Any) -> requests.Response:
         return requests.post(f"{self.url}{path}", json=body, timeout=REQUEST_TIMEOUT)
+
+    def tracebacks(self) -> list[str]:
+        """Every traceback in the log, from the line before it to the exception's message."""
+        log = self.log.read_text(errors="replace")
+        return re.findall(r".*\nTraceback \(most recent call last\):\n(?:\s.*\n)*.*", log)
 
     def wait_until_idle(self, timeout: float = 60.0) -> None:
         """Return when no request runs or waits."""
