@@ -61,7 +61,7 @@ def plans() -> list[Plan]:
     chance = random.Random(SEED)
     made = []
     for number in range(REQUESTS):
-        length = int(chance.triangular(8, 400, 30))
+        length = int(chance.triangular(8, 400, 200))  # 16 at once take more than the pool
         if chance.random() < 0.3:  # half of it is a prefix that others have too
             shared = text(chance.randrange(SHARED_PREFIXES) * 1000, length // 2)
             prompt = shared + text(chance.randrange(5000, 39_000), length - len(shared))
