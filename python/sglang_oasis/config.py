@@ -40,6 +40,9 @@ def _number_or_auto(text: str) -> float | str:
     return AUTO if text == AUTO else float(text)
 
 
+DENSE_BACKEND_NAME = "oasis_cpu"
+"""Value of SGLang's --attention-backend that serves on the same pool and kernels without lookahead."""
+
 ENABLE_FLAG = "enable_lookahead_kv"
 
 KNOBS: tuple[Knob, ...] = (
@@ -72,6 +75,13 @@ KNOBS: tuple[Knob, ...] = (
         ("drop", "fetch"),
     ),
     Knob("lookahead_kv_selector", "minmax", str, "How blocks are scored from their summaries."),
+    Knob(
+        "lookahead_kv_summary_dtype",
+        "bf16",
+        str,
+        "How the two vectors that summarise a block's keys are stored.",
+        ("bf16", "int8", "int4"),
+    ),
     Knob(
         "lookahead_kv_host_gb",
         AUTO,
@@ -107,6 +117,7 @@ class LookaheadKVConfig:
         source: lookahead query source, resolved ("last-query").
         miss_policy: "drop" or "fetch".
         selector: name of a registered selector.
+        summary_dtype: "bf16", "int8" or "int4".
         host_gb: L2 bytes per rank / 10^9, None = automatic.
         device_gb: L1 bytes per rank / 10^9, None = automatic.
         dense_layers: layer ids that keep every block on the device.
@@ -120,6 +131,7 @@ class LookaheadKVConfig:
     source: str
     miss_policy: str
     selector: str
+    summary_dtype: str
     host_gb: float | None
     device_gb: float | None
     dense_layers: tuple[int, ...]
@@ -162,6 +174,7 @@ class LookaheadKVConfig:
             source="last-query",
             miss_policy=value["lookahead_kv_miss_policy"],
             selector=value["lookahead_kv_selector"],
+            summary_dtype=value["lookahead_kv_summary_dtype"],
             host_gb=_gigabytes(value, "lookahead_kv_host_gb"),
             device_gb=_gigabytes(value, "lookahead_kv_device_gb"),
             dense_layers=_layer_ids(value, "lookahead_kv_dense_layers"),

@@ -18,12 +18,13 @@ from torch import Tensor
 from sglang_oasis.attention.plan import DecodePlan, host_pages, plan_decode, plan_prefill
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.lookahead.controller import LookaheadController
+from sglang_oasis.ops import native
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import IntegrityError, check_integrity
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
 
-LAYERS, HEADS, DIM, BLOCK, ROWS = 2, 2, 4, 8, 4
+LAYERS, HEADS, DIM, BLOCK, ROWS = 2, 2, 16, 8, 4
 CONTEXT = 20 * BLOCK
 PAGES = 80
 
@@ -42,6 +43,9 @@ class ModelRow:
 class Schedule(RuleBasedStateMachine):
     """Prefill, decode, abort and row reuse in random order."""
 
+    kernels = True
+    """Whether the C++ kernels run, or plain torch."""
+
     @initialize(
         budget_blocks=st.integers(2, 6),
         recent_tokens=st.sampled_from([0, 8, 16]),
@@ -54,6 +58,10 @@ class Schedule(RuleBasedStateMachine):
     def start(
         self, budget_blocks: int, recent_tokens: int, sinks: int, ratio: float, policy: str, dense: str, seed: int
     ) -> None:
+        if self.kernels:
+            assert native.load() is not None
+        else:
+            native.unload()
         self.rng = torch.Generator().manual_seed(seed)
         self.config = LookaheadKVConfig.from_flags(
             {
@@ -76,6 +84,7 @@ class Schedule(RuleBasedStateMachine):
             block_size=BLOCK,
             head_dim=DIM,
             dtype=torch.float32,
+            summary_format=self.layout.summary_format,
         )
         self.tier = ResidentTier(self.layout, ROWS, torch.device("cpu"))
         self.controller = LookaheadController(self.config, self.tier, self.host)
@@ -147,13 +156,14 @@ class Schedule(RuleBasedStateMachine):
         plan = plan_decode(
             self.tier,
             number=self.steps,
-            rows=rows,
-            generations=[self.live[row].generation for row in rows],
-            lengths=[self.live[row].length for row in rows],
+            rows=torch.tensor(rows),
+            generations=torch.tensor([self.live[row].generation for row in rows]),
+            lengths=torch.tensor([self.live[row].length for row in rows]),
             rids=[],
             req_to_token=self.req_to_token,
         )
         assert not plan.cold
+        self.controller.begin(plan.step)
         written = torch.tensor([int(self.req_to_token[row, self.live[row].length - 1]) for row in rows])
         for layer in range(LAYERS):
             keys, values = self.random(len(rows), HEADS, DIM), self.random(len(rows), HEADS, DIM)
@@ -164,7 +174,7 @@ class Schedule(RuleBasedStateMachine):
             if self.config.miss_policy == "fetch":
                 for i, row in enumerate(rows):
                     self.follow(layer, row, query[i], self.live[row].length, self.layout.selected_blocks[layer])
-            self.controller.look_ahead(layer, plan.step, query, 0.5)
+            self.controller.look_ahead(layer, query, 0.5)
             self.controller.pipeline.wait(layer)
             if self.config.miss_policy == "drop":
                 cap = fetch_cap(self.config.fetch_ratio, self.layout.selected_blocks[layer])
@@ -175,18 +185,19 @@ class Schedule(RuleBasedStateMachine):
         """The slots that attention reads hold exactly the resident and the local blocks, bit for bit."""
         selected = self.layout.selected_blocks[layer]
         for i, row in enumerate(plan.step.rows.tolist()):
-            window = plan.step.windows[i]
             request = self.live[row]
+            window = self.tier.window(request.length)
             if window.first_local <= selected:
                 expected = set(range(window.first_local))
                 for blocks, ages in zip(request.resident[layer], request.last_selected[layer], strict=True):
                     for block in expected - blocks:
                         ages[block] = self.steps
                     blocks |= expected
-            slots = plan.slots[selected][i]
+            attended_tokens = int(plan.resident(selected).kv_lengths[i])
+            slots = plan.resident(selected).slots[i, : -(-attended_tokens // BLOCK)].long()
             for head in range(HEADS):
                 chunks = self.tier.layers[layer].blocks[row, head, slots]
-                attended = chunks.transpose(1, 2).reshape(-1, 2, DIM)[: plan.kv_lengths[selected][i]]
+                attended = chunks.transpose(1, 2).reshape(-1, 2, DIM)[:attended_tokens]
                 local = range(window.first_local, window.open_block + 1)
                 if self.config.miss_policy == "drop" or window.first_local <= selected:
                     blocks = request.resident[layer][head]
@@ -206,9 +217,10 @@ class Schedule(RuleBasedStateMachine):
         request = self.live[row]
         for head in range(HEADS):
             keys = torch.stack([self.host.kv[layer][request.pages[b], head, 0] for b in range(candidates)])
-            low, high = keys.amin(1).bfloat16().float(), keys.amax(1).bfloat16().float()
+            low, high = keys.amin(1), keys.amax(1)
+            midpoint, half_range = ((low + high) / 2).bfloat16().float(), ((high - low) / 2).bfloat16().float()
             group = query.view(HEADS, 2, DIM)[head]
-            bounds = torch.maximum(group[:, None] * low, group[:, None] * high).sum(-1) * 0.5
+            bounds = (group @ midpoint.T + group.abs() @ half_range.T) * 0.5
             score = torch.softmax(bounds, -1).mean(0)
             score[: self.config.sink_blocks] = float("inf")
             ranking = sorted(range(candidates), key=lambda b: -float(score[b]))[:budget]
@@ -243,7 +255,7 @@ class Schedule(RuleBasedStateMachine):
             self.tier.rows.release(row)
         else:
             # The stale set must neither be found nor be checked against pages that belong to others now.
-            assert self.tier.rows.find(row, request.generation + 1) is None
+            assert not self.tier.rows.live(torch.tensor([row]), torch.tensor([request.generation + 1]))
             self.tier.rows.release(row)
 
     @invariant()
@@ -251,17 +263,26 @@ class Schedule(RuleBasedStateMachine):
         if getattr(self, "tier", None) is None:
             return
         self.controller.pipeline.drain()
-        check_integrity(self.tier, self.host, lambda row, n: host_pages(self.req_to_token, row, n * BLOCK, BLOCK))
-        assert {row for row, _ in self.tier.rows.items()} == set(self.live)
+        check_integrity(
+            self.tier, self.host, lambda row, n: host_pages(self.req_to_token, row, n * BLOCK, BLOCK).long()
+        )
+        assert set(self.tier.rows.occupied()) == set(self.live)
 
     def teardown(self) -> None:
         if getattr(self, "controller", None) is not None:
             self.controller.close()
 
 
+class ScheduleOnTorch(Schedule):
+    """The same without the C++ kernels."""
+
+    kernels = False
+
+
 TestSchedule = Schedule.TestCase
-TestSchedule.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+TestScheduleOnTorch = ScheduleOnTorch.TestCase
+TestSchedule.settings = TestScheduleOnTorch.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -300,9 +321,9 @@ def test_a_reused_row_does_not_serve_its_previous_request() -> None:
     plan = plan_decode(
         schedule.tier,
         number=1,
-        rows=[row],
-        generations=[old.generation + 1],
-        lengths=[old.length + 1],
+        rows=torch.tensor([row]),
+        generations=torch.tensor([old.generation + 1]),
+        lengths=torch.tensor([old.length + 1]),
         rids=[],
         req_to_token=schedule.req_to_token,
     )
@@ -324,19 +345,23 @@ def test_draft_tokens_are_overwritten_and_never_summarised() -> None:
     )
     tier = ResidentTier(layout, 2, torch.device("cpu"))
     layer = tier.layers[0]
+
+    def places(positions: Tensor) -> Tensor:
+        return layer.local_slot(positions // BLOCK) * BLOCK + positions % BLOCK
+
     row, committed = torch.tensor([1]), BLOCK * 3 - 2
     for length in range(committed, committed + 2 * BLOCK):
         local = range(tier.window(length).first_local, tier.window(length).open_block + 1)
         before = layer.blocks[1, :, [layer.local_slot(b) for b in local]].clone()
         draft_positions = torch.arange(length, length + BLOCK + 1)
         drafts = torch.full((BLOCK + 1, HEADS, DIM), float("nan"))
-        layer.write_tokens(row.expand(BLOCK + 1), draft_positions, drafts, drafts)
+        layer.write_tokens(row.repeat(BLOCK + 1), places(draft_positions), drafts, drafts)
         after = layer.blocks[1, :, [layer.local_slot(b) for b in local]]
         fill = tier.window(length).open_fill
         assert not after[:, :-1].isnan().any()
         assert torch.equal(after[:, -1, :, :fill], before[:, -1, :, :fill])
         token = torch.full((1, HEADS, DIM), float(length))
-        layer.write_tokens(row, torch.tensor([length]), token, token)
+        layer.write_tokens(row, places(torch.tensor([length])), token, token)
         slot = layer.local_slot(length // BLOCK)
         assert (layer.blocks[1, :, slot, :, length % BLOCK] == length).all()
     assert not layer.summaries.any()

@@ -13,7 +13,8 @@ from torch import Tensor
 from sglang_oasis.attention.plan import DecodePlan, plan_decode, plan_prefill
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.lookahead.controller import LookaheadController
-from sglang_oasis.lookahead.selector import minmax, register_selector
+from sglang_oasis.lookahead.selector import BoundSelector, register_selector
+from sglang_oasis.ops.summary import SummaryFormat
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -30,10 +31,10 @@ class Rig:
         self.entered = threading.Event()
 
         @register_selector("gated")
-        def gated(queries: Tensor, summaries: Tensor, candidates: Tensor, scale: float) -> Tensor:
+        def gated(queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float) -> Tensor:
             self.entered.set()
             assert self.release.wait(10)
-            return minmax(queries, summaries, candidates, scale)
+            return BoundSelector(1.0)(queries, records, fmt, candidates, scale)
 
         config = LookaheadKVConfig.from_flags(
             {
@@ -47,7 +48,13 @@ class Rig:
             config, num_layers=2, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, context_length=2 * LENGTH
         )
         self.host = HostPool(
-            num_pages=40, num_layers=2, kv_heads=HEADS, block_size=BLOCK, head_dim=DIM, dtype=torch.float32
+            num_pages=40,
+            num_layers=2,
+            kv_heads=HEADS,
+            block_size=BLOCK,
+            head_dim=DIM,
+            dtype=torch.float32,
+            summary_format=layout.summary_format,
         )
         self.tier = ResidentTier(layout, 2, torch.device("cpu"))
         self.controller = LookaheadController(config, self.tier, self.host)
@@ -73,9 +80,9 @@ class Rig:
         return plan_decode(
             self.tier,
             number=number,
-            rows=[1],
-            generations=[1],
-            lengths=[LENGTH + number],
+            rows=torch.tensor([1]),
+            generations=torch.tensor([1]),
+            lengths=torch.tensor([LENGTH + number]),
             rids=[],
             req_to_token=self.req_to_token,
         )
@@ -84,11 +91,12 @@ class Rig:
         """Leave a prediction of layer 0 hanging in the background."""
         token = torch.randn(1, HEADS, DIM)
         plan = self.plan(1)
+        self.controller.begin(plan.step)
         self.controller.write_through(0, self.req_to_token[1, LENGTH : LENGTH + 1], token, token)
         self.controller.prepare(0, plan.step, token, token, token, 1.0)
         self.release.clear()
         self.entered.clear()
-        self.controller.look_ahead(0, plan.step, token, 1.0)
+        self.controller.look_ahead(0, token, 1.0)
         assert self.entered.wait(10)
 
 
@@ -129,5 +137,5 @@ def test_the_prediction_is_there_when_the_next_step_attends(rig: Rig) -> None:
     threading.Timer(0.05, rig.release.set).start()
     token = torch.randn(1, HEADS, DIM)
     rig.controller.write_through(0, rig.req_to_token[1, LENGTH + 1 : LENGTH + 2], token, token)
-    assert rig.controller.pipeline.stalls == 1
+    assert rig.controller.pipeline.statistics().stalls == 1
     assert not torch.equal(rig.tier.layers[0].head_map[1], before)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from sglang_oasis.lookahead.pipeline import Stage, StagePipeline
+from sglang_oasis.lookahead.stages import Stage, StagePipeline
 
 PATIENCE = 10.0
 

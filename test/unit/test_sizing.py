@@ -35,7 +35,15 @@ def test_row_and_page_bytes_are_what_the_tensors_take() -> None:
         for tensor in (layer.blocks, layer.head_map, layer.last_selected, layer.slot_of, layer.summaries)
     )
     assert allocated == rows * sizes.row_bytes
-    host = HostPool(num_pages=pages, num_layers=3, kv_heads=2, block_size=16, head_dim=8, dtype=torch.float16)
+    host = HostPool(
+        num_pages=pages,
+        num_layers=3,
+        kv_heads=2,
+        block_size=16,
+        head_dim=8,
+        dtype=torch.float16,
+        summary_format=sizes.summary_format,
+    )
     assert host.nbytes == pages * sizes.host_page_bytes
 
 

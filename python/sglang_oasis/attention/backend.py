@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.layers import check_layers, refuse_extras, split_heads
 from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
 from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
-from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.observability.trace import SelectionTrace
-from sglang_oasis.ops.attention import dense_extend_attention, resident_decode_attention
+from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
@@ -59,7 +59,7 @@ class LookaheadAttentionBackend(AttentionBackend):
 
     def __init__(self, runner: ModelRunner, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> None:
         super().__init__()
-        _check_model(runner.model)
+        check_layers(runner.model, "--enable-lookahead-kv")
         self.config = config
         self.host = host
         self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
@@ -99,9 +99,8 @@ class LookaheadAttentionBackend(AttentionBackend):
         """
         self.controller.pipeline.drain()
         size = self.config.block_size
-        check_integrity(
-            self.tier, self.host, lambda row, blocks: host_pages(self._rows.req_to_token, row, blocks * size, size)
-        )
+        table = self._rows.req_to_token
+        check_integrity(self.tier, self.host, lambda row, blocks: host_pages(table, row, blocks * size, size).long())
 
     def forward_extend(
         self,
@@ -115,24 +114,15 @@ class LookaheadAttentionBackend(AttentionBackend):
     ) -> Tensor:
         plan = self._prefill
         assert plan is not None
-        query, key, value = _split_heads(layer, q, k, v)
-        _refuse_extras(layer, save_kv_cache, kwargs)
+        query, key, value = split_heads(layer, q, k, v)
+        refuse_extras(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         self.host.summarise(index, plan.completed_pages)
-        out = torch.empty_like(query)
+        out = paged_attention(query, self.host.kv[index], *plan.sequences, layer.scaling)
         for request in plan.requests:
-            tokens = request.tokens
-            out[tokens] = dense_extend_attention(
-                query[tokens],
-                key[tokens],
-                value[tokens],
-                self.host.kv[index][request.prefix_pages],
-                request.prefix,
-                layer.scaling,
-            )
             if request.builds:
-                startup = query[tokens][-STARTUP_QUERIES:]
+                startup = query[request.tokens][-STARTUP_QUERIES:]
                 self.controller.build(index, request.row, request.window, request.pages, startup, layer.scaling)
         return out.view(q.shape)
 
@@ -149,21 +139,19 @@ class LookaheadAttentionBackend(AttentionBackend):
         plan = self._decode
         assert plan is not None
         step, scale = plan.step, layer.scaling
-        query, key, value = _split_heads(layer, q, k, v)
-        _refuse_extras(layer, save_kv_cache, kwargs)
+        query, key, value = split_heads(layer, q, k, v)
+        refuse_extras(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         for cold in plan.cold:
-            pages = step.pages[cold.entry, : cold.window.open_block + 1]
+            pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)
         self.controller.prepare(index, step, query, key, value, scale)
         if self.trace is not None:
             self.trace.record(index, plan, self.tier)
-        selected = self.tier.layers[index].selected
-        out = resident_decode_attention(
-            query, self.tier.layers[index].blocks, step.rows, plan.slots[selected], plan.kv_lengths[selected], scale
-        )
-        self.controller.look_ahead(index, step, query, scale)
+        resident = self.tier.layers[index]
+        out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
+        self.controller.look_ahead(index, query, scale)
         return out.view(q.shape)
 
     def _publish_when_due(self) -> None:
@@ -180,17 +168,19 @@ class LookaheadAttentionBackend(AttentionBackend):
         if self._integrity_interval and number % self._integrity_interval == 0:
             self.check_integrity()
         self._publish_when_due()
-        rows = forward_batch.req_pool_indices.tolist()
+        rows = forward_batch.req_pool_indices.to("cpu", torch.int64)
         lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        return plan_decode(
+        plan = plan_decode(
             self.tier,
             number=number,
             rows=rows,
-            generations=self._rows.req_generation[rows].tolist(),
-            lengths=lengths.tolist(),
+            generations=torch.as_tensor(self._rows.req_generation[rows]),
+            lengths=lengths.to("cpu", torch.int64),
             rids=forward_batch.rids or [],
             req_to_token=self._rows.req_to_token,
         )
+        self.controller.begin(plan.step)
+        return plan
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
         rows = forward_batch.req_pool_indices.tolist()
@@ -203,48 +193,3 @@ class LookaheadAttentionBackend(AttentionBackend):
             last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
             req_to_token=self._rows.req_to_token,
         )
-
-
-def _split_heads(layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat projections -> query [T, H*G, D], key and value [T, H, D]."""
-    if k is None or v is None:
-        raise NotImplementedError(f"lookahead KV cannot serve layer {layer.layer_id}, which reuses another layer's KV.")
-    heads = layer.tp_k_head_num
-    return (
-        q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        k.view(-1, heads, layer.qk_head_dim),
-        v.view(-1, heads, layer.v_head_dim),
-    )
-
-
-def _refuse_extras(layer: RadixAttention, save_kv_cache: bool, extras: dict[str, Any]) -> None:
-    """Attention sinks and the like must not be dropped in silence."""
-    named = [name for name, value in extras.items() if value is not None]
-    if named or not save_kv_cache:
-        what = ", ".join(named) or "save_kv_cache=False"
-        raise NotImplementedError(f"lookahead KV cannot serve attention layer {layer.layer_id}, which passes {what}.")
-
-
-def _check_model(model: torch.nn.Module) -> None:
-    """Refuse attention layers whose semantics the tiers do not implement.
-
-    Raises:
-        LookaheadKVError: names the layer and what it needs.
-    """
-    for module in model.modules():
-        if not isinstance(module, RadixAttention):
-            continue
-        needs = {
-            "a sliding window": module.sliding_window_size > -1,
-            "cross attention": module.is_cross_attention,
-            "non-causal attention": module.attn_type != AttentionType.DECODER,
-            "logit soft-capping": bool(module.logit_cap),
-            "different key and value head sizes": module.qk_head_dim != module.v_head_dim,
-            "position-dependent temperature": module.xai_temperature_len > 0,
-        }
-        for need, present in needs.items():
-            if present:
-                raise LookaheadKVError(
-                    f"--enable-lookahead-kv cannot serve this model: attention layer {module.layer_id} needs {need}; "
-                    f"start it without the flag."
-                )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,22 @@ from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
 from sglang_oasis.tier.window import Window
+
+
+class Sequences(NamedTuple):
+    """Where the tokens of n sequences are and which of them are queries: the table that `paged_attention` takes.
+
+    Attributes:
+        rows: [n] int64.
+        slots: [n, W] int32.
+        kv_lengths: [n] int32.
+        query_starts: [n + 1] int32.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    kv_lengths: Tensor
+    query_starts: Tensor
 
 
 class ColdRow(NamedTuple):
@@ -45,26 +60,20 @@ class DecodePlan:
     cold: Sequence[ColdRow]
     rids: Sequence[str]
     layout: TierLayout
+    _resident: dict[int, Sequences] = field(default_factory=dict)
 
-    @cached_property
-    def kv_lengths(self) -> dict[int, list[int]]:
-        """Per number of selected slots K: tokens that each row attends to."""
-        return {selected: self._lengths(slots) for selected, slots in self.slots.items()}
-
-    @cached_property
-    def slots(self) -> dict[int, list[Tensor]]:
-        """Per K: the resident slots of each row, selected ones first, the open block last."""
-        return {
-            k: [self._row_slots(k, window) for window in self.step.windows] for k in set(self.layout.selected_blocks)
-        }
-
-    def _lengths(self, slots: Sequence[Tensor]) -> list[int]:
-        size = self.layout.block_size
-        return [(len(row) - 1) * size + window.open_fill for row, window in zip(slots, self.step.windows, strict=True)]
-
-    def _row_slots(self, selected: int, window: Window) -> Tensor:
-        local = torch.arange(window.first_local, window.open_block + 1) % self.layout.local_slots
-        return torch.cat([torch.arange(min(selected, window.first_local)), selected + local])
+    def resident(self, selected: int) -> Sequences:
+        """Resident slots of each row in a layer with `selected` slots K: selected ones first, the open block last."""
+        if selected not in self._resident:
+            windows, rows = self.step.windows, self.step.rows
+            ahead = windows.first_local.clamp(max=selected)
+            local = windows.open_block - windows.first_local + 1
+            column = torch.arange(int((ahead + local).max()))
+            block = windows.first_local[:, None] + column - ahead[:, None]
+            slots = torch.where(column < ahead[:, None], column, selected + block % self.layout.local_slots)
+            lengths = (ahead + local - 1) * self.layout.block_size + windows.open_fill
+            self._resident[selected] = Sequences(rows, slots.int(), lengths.int(), one_query_each(len(rows)))
+        return self._resident[selected]
 
 
 class PrefillRequest(NamedTuple):
@@ -87,10 +96,6 @@ class PrefillRequest(NamedTuple):
     builds: bool
 
     @property
-    def prefix_pages(self) -> Tensor:
-        return self.pages[: -(-self.prefix // self.window.block_size)]
-
-    @property
     def completed_pages(self) -> Tensor:
         """Pages that this pass completes."""
         return self.pages[self.prefix // self.window.block_size : self.window.complete_blocks]
@@ -102,28 +107,49 @@ class PrefillPlan:
 
     Attributes:
         requests: in batch order.
+        sequences: their host pages.
         completed_pages: [P] int64, host pages that the pass completes.
     """
 
     requests: Sequence[PrefillRequest]
+    sequences: Sequences
     completed_pages: Tensor
 
 
+def one_query_each(count: int) -> Tensor:
+    """`query_starts` of a decode pass."""
+    return torch.arange(count + 1, dtype=torch.int32)
+
+
 def host_pages(req_to_token: Tensor, rows: Tensor | int, length: int, block_size: int) -> Tensor:
-    """Host pages of the first `length` tokens: [blocks] for one row, [n, blocks] for several; int64 on the host.
+    """Host pages of the first `length` tokens: [blocks] for one row, [n, blocks] for several; int32 on the host.
 
     Entries beyond a row's own length are arbitrary.
     """
-    return (req_to_token[rows, 0:length:block_size] // block_size).to("cpu", torch.int64)
+    return (req_to_token[rows, 0:length:block_size] // block_size).to("cpu", torch.int32)
+
+
+def plan_host(req_to_token: Tensor, rows: Tensor, lengths: Tensor, new_tokens: Tensor, block_size: int) -> Sequences:
+    """Sequences whose tokens are read from their host pages.
+
+    Args:
+        req_to_token: SGLang's [rows, context] table of KV indices.
+        rows: [n] int64.
+        lengths, new_tokens: [n], tokens of each row, and how many of them are queries.
+        block_size: tokens per page.
+    """
+    pages = host_pages(req_to_token, rows.to(req_to_token.device), int(lengths.max()), block_size)
+    starts = torch.nn.functional.pad(new_tokens.cumsum(0), (1, 0)).int()
+    return Sequences(rows, pages, lengths.int(), starts)
 
 
 def plan_decode(
     tier: ResidentTier,
     *,
     number: int,
-    rows: Sequence[int],
-    generations: Sequence[int],
-    lengths: Sequence[int],
+    rows: Tensor,
+    generations: Tensor,
+    lengths: Tensor,
     rids: Sequence[str],
     req_to_token: Tensor,
 ) -> DecodePlan:
@@ -132,22 +158,19 @@ def plan_decode(
     Args:
         tier: the resident tier.
         number: number of the step.
-        rows, generations, lengths: per row; `lengths` include the token that decodes now.
+        rows, generations, lengths: [n] int64 on the host; `lengths` include the token that decodes now.
         rids: request ids.
         req_to_token: SGLang's [rows, context] table of KV indices.
     """
-    cold, before, windows = [], [], []
-    for entry, (row, generation, length) in enumerate(zip(rows, generations, lengths, strict=True)):
-        state = tier.rows.find(row, generation)
-        if state is None:
-            state = tier.rows.claim(row, generation, tier.window(length - 1))
-            cold.append(ColdRow(entry, row, state.window))
-        before.append(state.window)
-        windows.append(tier.window(length))
-        state.advance(windows[-1])
-    row_index = torch.tensor(rows)
-    pages = host_pages(req_to_token, row_index.to(req_to_token.device), max(lengths), tier.layout.block_size)
-    return DecodePlan(DecodeStep(number, row_index, before, windows, pages), cold, rids, tier.layout)
+    cold = []
+    for entry in (~tier.rows.live(rows, generations)).nonzero().flatten().tolist():
+        row, length = int(rows[entry]), int(lengths[entry]) - 1
+        tier.rows.claim(row, int(generations[entry]), length)
+        cold.append(ColdRow(entry, row, tier.window(length)))
+    before = tier.windows(tier.rows.length[rows])
+    tier.rows.advance(rows, lengths)
+    pages = host_pages(req_to_token, rows.to(req_to_token.device), int(lengths.max()), tier.layout.block_size)
+    return DecodePlan(DecodeStep(number, rows, before, tier.windows(lengths), pages), cold, rids, tier.layout)
 
 
 def plan_prefill(
@@ -167,15 +190,20 @@ def plan_prefill(
         rows, generations, prefixes, new_tokens, last_chunks: per request.
         req_to_token: SGLang's [rows, context] table of KV indices.
     """
+    counts = torch.tensor(new_tokens)
+    lengths = torch.tensor(prefixes) + counts
+    sequences = plan_host(req_to_token, torch.tensor(rows), lengths, counts, tier.layout.block_size)
     requests = []
     start = 0
-    for row, generation, prefix, count, last in zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True):
+    for i, (row, generation, prefix, count, last) in enumerate(
+        zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True)
+    ):
         window = tier.window(prefix + count)
-        pages = host_pages(req_to_token, row, window.length, tier.layout.block_size)
+        pages = sequences.slots[i, : window.open_block + 1].long()
         requests.append(PrefillRequest(row, slice(start, start + count), prefix, window, pages, last))
         start += count
         if last:
-            tier.rows.claim(row, generation, window)
+            tier.rows.claim(row, generation, window.length)
         else:
             tier.rows.release(row)
-    return PrefillPlan(requests, torch.cat([request.completed_pages for request in requests]))
+    return PrefillPlan(requests, sequences, torch.cat([request.completed_pages for request in requests]))

@@ -1,111 +1,223 @@
-"""The background pipeline: a task of one layer passes the stages in order, tasks of different layers overlap."""
+"""The background pipeline: predicts, selects and transfers what a layer's next attention will need.
+
+One task per layer at a time; a layer waits for its own task only. `NativePipeline` runs in threads of the C++ kernels,
+`TorchPipeline` in Python threads on plain torch ops, which any device and any selector can do.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
+
+from sglang_oasis.lookahead.selector import BoundSelector, Selector, rank_blocks
+from sglang_oasis.lookahead.stages import Stage, StagePipeline
+from sglang_oasis.ops import cpu, native
+from sglang_oasis.ops.eviction import Admissions, admit_blocks, select_blocks
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+STAGES = ("predict", "select", "transfer")
 
 
-class Stage(NamedTuple):
-    """A named step of the pipeline: takes what the stage before returned, or the submitted task."""
-
-    name: str
-    run: Callable[[Any], Any]
-
-
-class StagePipeline:
-    """Runs one task per layer at a time, each stage in a thread of its own.
-
-    Args:
-        stages: in order.
-        num_layers: layers that submit tasks.
-        background: False runs every task to its end in `submit`.
+@dataclass(frozen=True)
+class PredictionStep:
+    """The rows of a decode step that do not fit the budget; m of the batch's n.
 
     Attributes:
-        seconds: time spent in each stage, by stage name.
-        stall_seconds: time that `wait` blocked.
-        stalls: number of `wait` calls that found the task unfinished.
+        number: of the step.
+        entries: [m] int64, places in the batch.
+        rows: [m] int64.
+        candidates: [m] int64, blocks [0, candidates) may be selected.
+        pages: [n, blocks] int32 on the host, host page of each logical block.
     """
 
-    def __init__(self, stages: Sequence[Stage], num_layers: int, background: bool = True) -> None:
-        self._stages = stages
-        self._background = background
-        self._threads = [
-            ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix=f"lookahead-{stage.name}", initializer=_one_torch_thread
-            )
-            for stage in stages
-        ]
-        self._pending: list[Future[None] | None] = [None] * num_layers
-        self.seconds = {stage.name: 0.0 for stage in stages}
-        self.stall_seconds = 0.0
-        self.stalls = 0
+    number: int
+    entries: Tensor
+    rows: Tensor
+    candidates: Tensor
+    pages: Tensor
 
-    def submit(self, layer: int, task: Any) -> None:
-        """Start a task of `layer`; the layer's previous task must have been waited for."""
-        if self._pending[layer] is not None:
-            raise RuntimeError(f"the lookahead task of layer {layer} was not waited for before the next one")
-        if not self._background:
-            self.run(task)
-            return
-        done: Future[None] = Future()
-        self._pending[layer] = done
-        self._threads[0].submit(self._pass_on, 0, task, done)
 
-    def run(self, task: Any) -> Any:
-        """Run all stages now, in the caller's thread; return what the last one returned."""
-        for stage in self._stages:
-            task = self._timed(stage, task)
-        return task
+class PipelineStatistics(NamedTuple):
+    """Sums since start-up.
+
+    Attributes:
+        fetched: blocks loaded.
+        deferred: blocks that were among the best, not resident, and over the cap.
+        stalls: waits that found a task unfinished.
+        stall_seconds: time they took.
+        seconds: time in each stage, over all threads.
+    """
+
+    fetched: int
+    deferred: int
+    stalls: int
+    stall_seconds: float
+    seconds: Mapping[str, float]
+
+
+class LookaheadPipeline(Protocol):
+    """What the controller asks of a pipeline."""
+
+    def begin_step(self, step: PredictionStep) -> None:
+        """Tasks submitted from now on belong to `step`; earlier ones may still be under way."""
+
+    def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
+        """Start a task with the queries [n, H*G, D] of the batch; the layer's previous task was waited for."""
+
+    def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
+        """Do the same now; returns the number of blocks loaded."""
 
     def wait(self, layer: int) -> None:
         """Block until the layer's task is through, no other layer's; raises what the task raised."""
-        done = self._pending[layer]
-        if done is None:
-            return
-        self._pending[layer] = None
-        if not done.done():
-            self.stalls += 1
-            start = time.perf_counter()
-            try:
-                done.result()
-            finally:
-                self.stall_seconds += time.perf_counter() - start
-        done.result()
 
     def drain(self) -> None:
         """Wait for the tasks of all layers."""
-        for layer in range(len(self._pending)):
-            self.wait(layer)
+
+    def statistics(self) -> PipelineStatistics: ...
 
     def close(self) -> None:
-        """End the threads; tasks under way are finished first."""
-        for thread in self._threads:
-            thread.shutdown()
-
-    def _timed(self, stage: Stage, value: Any) -> Any:
-        start = time.perf_counter()
-        value = stage.run(value)
-        self.seconds[stage.name] += time.perf_counter() - start
-        return value
-
-    def _pass_on(self, index: int, value: Any, done: Future[None]) -> None:
-        try:
-            value = self._timed(self._stages[index], value)
-        except BaseException as error:
-            done.set_exception(error)
-            return
-        if index + 1 < len(self._stages):
-            self._threads[index + 1].submit(self._pass_on, index + 1, value, done)
-        else:
-            done.set_result(None)
+        """End the background threads; tasks under way are finished first."""
 
 
-def _one_torch_thread() -> None:
-    # The forward pass owns the cores; a stage that spread over them would slow it down. Threads that exist already keep
-    # their number; torch gives this one to threads that are started later, too.
-    torch.set_num_threads(1)
+def make_pipeline(tier: ResidentTier, host: HostPool, selector: Selector) -> LookaheadPipeline:
+    """The fastest pipeline for this device, head size and selector."""
+    if tier.device.type == "cpu" and isinstance(selector, BoundSelector) and cpu.serves(tier.layout.head_dim):
+        return NativePipeline(tier, host, selector)
+    return TorchPipeline(tier, host, selector)
+
+
+class NativePipeline:
+    """Runs in native threads, without Python.
+
+    Args:
+        tier, host: the tiers; their memory outlives the pipeline.
+        selector: how blocks are scored.
+    """
+
+    def __init__(self, tier: ResidentTier, host: HostPool, selector: BoundSelector) -> None:
+        layout = tier.layout
+        self._kernels = native.kernels()
+        self._num_layers = layout.num_layers
+        bits = layout.summary_format.bits
+        threads = max(1, torch.get_num_threads() // 4)
+        self._handle = self._kernels.pipeline_create(threads, bits, selector.tightness, layout.sink_blocks)
+        for layer, host_kv in zip(tier.layers, host.kv, strict=True):
+            self._kernels.pipeline_add_layer(self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, bits)
+
+    def begin_step(self, step: PredictionStep) -> None:
+        self._kernels.pipeline_begin_step(
+            self._handle, step.number, step.entries, step.rows, step.candidates, step.pages
+        )
+
+    def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
+        self._kernels.pipeline_submit(self._handle, layer, query, scale, cap)
+
+    def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
+        return self._kernels.pipeline_run(self._handle, layer, query, scale, cap)
+
+    def wait(self, layer: int) -> None:
+        self._kernels.pipeline_wait(self._handle, layer)
+
+    def drain(self) -> None:
+        for layer in range(self._num_layers):
+            self.wait(layer)
+
+    def statistics(self) -> PipelineStatistics:
+        fetched, deferred, stalls, stall_ns, *stage_ns = self._kernels.pipeline_counters(self._handle)
+        seconds = {stage: ns / 1e9 for stage, ns in zip(STAGES, stage_ns, strict=True)}
+        return PipelineStatistics(fetched, deferred, stalls, stall_ns / 1e9, seconds)
+
+    def close(self) -> None:
+        if self._handle:
+            self._kernels.pipeline_destroy(self._handle)
+            self._handle = 0
+
+
+class _Task(NamedTuple):
+    """What enters the stages of `TorchPipeline`: one layer of one step."""
+
+    layer: int
+    step: PredictionStep
+    query: Tensor
+    scale: float
+    cap: int
+
+
+class TorchPipeline:
+    """Runs in one Python thread per stage, on plain torch ops.
+
+    On a GPU the stages run on the forward pass's stream until they have streams and events of their own.
+
+    Args:
+        tier, host: the tiers.
+        selector: how blocks are scored.
+    """
+
+    def __init__(self, tier: ResidentTier, host: HostPool, selector: Selector) -> None:
+        self._tier = tier
+        self._host = host
+        self._rank = partial(rank_blocks, selector, sink_blocks=tier.layout.sink_blocks)
+        self._step: PredictionStep | None = None
+        self._fetched = self._deferred = 0
+        self._stages = StagePipeline(
+            [Stage(name, getattr(self, f"_{name}")) for name in STAGES],
+            tier.layout.num_layers,
+            background=tier.device.type == "cpu",
+        )
+
+    def begin_step(self, step: PredictionStep) -> None:
+        self._step = step
+
+    def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
+        self._stages.submit(layer, self._task(layer, query, scale, cap))
+
+    def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
+        _, admissions = self._stages.run(self._task(layer, query, scale, cap))
+        return admissions.admitted
+
+    def wait(self, layer: int) -> None:
+        self._stages.wait(layer)
+
+    def drain(self) -> None:
+        self._stages.drain()
+
+    def statistics(self) -> PipelineStatistics:
+        stages = self._stages
+        return PipelineStatistics(self._fetched, self._deferred, stages.stalls, stages.stall_seconds, stages.seconds)
+
+    def close(self) -> None:
+        self._stages.close()
+
+    def _task(self, layer: int, query: Tensor, scale: float, cap: int) -> _Task:
+        assert self._step is not None
+        return _Task(layer, self._step, query[self._step.entries], scale, cap)
+
+    def _predict(self, task: _Task) -> tuple[_Task, Tensor]:
+        """Stage 1: the scores [m, H, N] of the blocks."""
+        records = self._tier.layers[task.layer].summaries[task.step.rows, :, : int(task.step.candidates.max())]
+        fmt = self._tier.layout.summary_format
+        return task, self._rank(task.query.unsqueeze(1), records, fmt, task.step.candidates, task.scale)
+
+    def _select(self, predicted: tuple[_Task, Tensor]) -> tuple[_Task, Admissions]:
+        """Stage 2: which of the best to load, and over what."""
+        (layer, step, _, _, cap), scores = predicted
+        maps = self._tier.layers[layer].maps
+        return predicted[0], select_blocks(scores, step.candidates, step.rows, maps, step.number, cap)
+
+    def _transfer(self, selected: tuple[_Task, Admissions]) -> tuple[_Task, Admissions]:
+        """Stage 3: gather the blocks from the host and update the head map."""
+        (layer, step, *_), admissions = selected
+        resident = self._tier.layers[layer]
+        admit_blocks(
+            resident.blocks, resident.maps, self._host.kv[layer], step.pages[step.entries], step.rows, admissions,
+            step.number,
+        )  # fmt: skip
+        self._fetched += admissions.admitted
+        self._deferred += admissions.deferred
+        return selected

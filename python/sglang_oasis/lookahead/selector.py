@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.ops.summary import bound_scores
+from sglang_oasis.ops.summary import SummaryFormat, block_scores
 
 
 class Selector(Protocol):
     """Scores blocks for queries."""
 
-    def __call__(self, queries: Tensor, summaries: Tensor, candidates: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float
+    ) -> Tensor:
         """Rank blocks.
 
         Args:
             queries: [n, Q, H*G, D], Q queries per row.
-            summaries: [n, H, N, 2, D] bfloat16.
+            records: [n, H, N, R] uint8, summaries.
+            fmt: how the summaries are stored.
             candidates: [n] int64, blocks [0, candidates) of each row may be chosen.
             scale: softmax scale of the attention.
 
@@ -28,6 +31,22 @@ class Selector(Protocol):
             [n, H, N] float32, larger is better; blocks that are no candidates get -inf.
         """
         ...
+
+
+@dataclass(frozen=True)
+class BoundSelector:
+    """Ranks by q @ midpoint + tightness * |q| @ half_range, see `ops.summary.block_scores`.
+
+    Attributes:
+        tightness: 1 is the min/max bound (Quest).
+    """
+
+    tightness: float
+
+    def __call__(
+        self, queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float
+    ) -> Tensor:
+        return block_scores(queries, records, fmt, candidates, scale, self.tightness)
 
 
 _SELECTORS: dict[str, Selector] = {}
@@ -55,17 +74,20 @@ def find_selector(name: object) -> Selector:
     return _SELECTORS[name]
 
 
-@register_selector("minmax")
-def minmax(queries: Tensor, summaries: Tensor, candidates: Tensor, scale: float) -> Tensor:
-    """Softmax of the min/max bound per query head, then the mean over the group and the queries.
+def rank_blocks(
+    selector: Selector,
+    queries: Tensor,
+    records: Tensor,
+    fmt: SummaryFormat,
+    candidates: Tensor,
+    scale: float,
+    sink_blocks: int,
+) -> Tensor:
+    """The selector's scores [n, H, N], with infinity for the first `sink_blocks`, which are always selected."""
+    scores = selector(queries, records, fmt, candidates, scale)
+    scores[..., :sink_blocks] = float("inf")
+    return scores
 
-    The mean of softmaxes keeps about one point more attention mass than the maximum over the group.
-    """
-    n, num_queries, _, head_dim = queries.shape
-    kv_heads, num_blocks = summaries.shape[1:3]
-    grouped = queries.view(n, num_queries, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
-    scores = bound_scores(grouped, summaries).mul_(scale)
-    absent = torch.arange(num_blocks, device=scores.device) >= candidates.to(scores.device).unsqueeze(1)
-    scores.masked_fill_(absent[:, None, None], float("-inf"))
-    ranking = torch.softmax(scores, dim=-1).mean(dim=2)
-    return ranking.masked_fill_(absent[:, None], float("-inf"))
+
+register_selector("minmax")(BoundSelector(tightness=1.0))
+register_selector("midrange")(BoundSelector(tightness=0.5))

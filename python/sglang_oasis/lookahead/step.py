@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from sglang_oasis.tier.window import Window
+from sglang_oasis.tier.resident_tier import ResidentLayer
+from sglang_oasis.tier.window import Windows
+
+
+class Blocks(NamedTuple):
+    """Some blocks of some rows, [b] int64 each.
+
+    Attributes:
+        rows: row of each block.
+        blocks: logical block.
+        pages: host page.
+    """
+
+    rows: Tensor
+    blocks: Tensor
+    pages: Tensor
+
+    def __bool__(self) -> bool:
+        return self.rows.numel() > 0
 
 
 @dataclass(frozen=True)
@@ -19,36 +36,38 @@ class DecodeStep:
     Attributes:
         number: steps are numbered from 1; the head map's last-selected steps are these numbers.
         rows: [n] int64.
-        before: per row, the window before this step.
-        windows: per row, the window of this step.
-        pages: [n, blocks] int64 on the host, host page of each logical block, arbitrary beyond a row's open block.
+        before: the rows' windows before this step.
+        windows: the rows' windows in this step.
+        pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block.
     """
 
     number: int
     rows: Tensor
-    before: Sequence[Window]
-    windows: Sequence[Window]
+    before: Windows
+    windows: Windows
     pages: Tensor
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def places(self, layer: ResidentLayer) -> Tensor:
+        """[n] int64, slot * B + offset of each row's new token in the layer's local slots."""
+        key = layer.selected
+        if key not in self._places:
+            slot = layer.local_slot(self.windows.open_block)
+            self._places[key] = slot * self.windows.block_size + self.windows.open_fill - 1
+        return self._places[key]
 
     @cached_property
-    def positions(self) -> Tensor:
-        """[n] int64, position of each row's new token."""
-        return torch.tensor([window.length - 1 for window in self.windows])
+    def graduates(self) -> Blocks:
+        """The blocks that leave the local slots with this step's tokens."""
+        return self._passed(self.before.first_local, self.windows.first_local)
 
     @cached_property
-    def graduates(self) -> list[tuple[int, int]]:
-        """(row, block) of the blocks that leave the local slots with this step's tokens."""
-        return [
-            (row, block)
-            for row, before, window in zip(self.rows.tolist(), self.before, self.windows, strict=True)
-            for block in range(before.first_local, window.first_local)
-        ]
+    def completed(self) -> Blocks:
+        """The blocks that this step's tokens complete."""
+        return self._passed(self.before.complete_blocks, self.windows.complete_blocks)
 
-    @cached_property
-    def completed(self) -> list[tuple[int, int, int]]:
-        """(row, block, host page) of the blocks that this step's tokens complete."""
-        return [
-            (row, block, int(self.pages[i, block]))
-            for i, (row, before, window) in enumerate(zip(self.rows.tolist(), self.before, self.windows, strict=True))
-            for block in range(before.complete_blocks, window.complete_blocks)
-        ]
+    def _passed(self, before: Tensor, after: Tensor) -> Blocks:
+        """Blocks that a boundary [n] passed; one token moves it by one block at most."""
+        entries = (after > before).nonzero().flatten()
+        blocks = before[entries]
+        return Blocks(self.rows[entries], blocks, self.pages[entries, blocks].long())

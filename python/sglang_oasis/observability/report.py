@@ -33,8 +33,8 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
 
 def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
     """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field."""
-    tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline
-    counters = dataclasses.asdict(backend.controller.counters)
+    tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline.statistics()
+    counters = backend.controller.counters
     capacity, free = backend.host_tokens()
     return {
         "config": dataclasses.asdict(backend.config),
@@ -48,8 +48,11 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
             "step_budget": layout.step_bytes(backend.config.fetch_ratio),
         },
         "counters": {
-            **counters,
-            "bytes_fetched": counters["blocks_fetched"] * layout.chunk_bytes,
+            **dataclasses.asdict(counters),
+            "blocks_fetched": pipeline.fetched,
+            "bytes_fetched": pipeline.fetched * layout.chunk_bytes,
+            "evictions": pipeline.fetched,
+            "misses": pipeline.deferred + counters.blocks_urgent,
             "stalls": pipeline.stalls,
         },
         "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},

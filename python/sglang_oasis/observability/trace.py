@@ -41,9 +41,9 @@ class SelectionTrace:
             {
                 "rids": list(plan.rids),
                 "rows": plan.step.rows,
-                "seq_lens": torch.tensor([window.length for window in windows]),
+                "seq_lens": windows.length,
                 "block_size": self._layout.block_size,
-                "first_local_block": torch.tensor([window.first_local for window in windows]),
+                "first_local_block": windows.first_local,
                 "selected": torch.stack(self._selected),
             },
             self._folder / f"step_{plan.step.number:08d}.pt",

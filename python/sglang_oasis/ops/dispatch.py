@@ -14,7 +14,8 @@ R = TypeVar("R")
 class DeviceOp(Generic[P, R]):
     """A function with a plain-torch reference that a device type can override.
 
-    The device of the first tensor argument decides; devices without an override run the reference.
+    The device of the first tensor argument decides; devices without an override run the reference. An override that
+    cannot serve a call returns NotImplemented, and the reference runs.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -34,7 +35,12 @@ class DeviceOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "")
-        return self._by_device.get(device, self.reference)(*args, **kwargs)
+        override = self._by_device.get(device)
+        if override is not None:
+            result = override(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.reference(*args, **kwargs)
 
 
 def device_op(reference: Callable[P, R]) -> DeviceOp[P, R]:

@@ -11,11 +11,14 @@ import logging
 from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
+from sglang_oasis.attention.dense import DenseAttentionBackend
+from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import start_up_summary
 from sglang_oasis.observability.trace import SelectionTrace
+from sglang_oasis.ops import native
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
 from sglang_oasis.seams.server_args import config_of, enabled
@@ -29,15 +32,17 @@ def install() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    register_attention_backend(BACKEND_NAME)(_create)
-    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
-        ATTENTION_BACKEND_CHOICES.append(BACKEND_NAME)
+    for name, create in ((BACKEND_NAME, _create), (DENSE_BACKEND_NAME, _create_dense)):
+        register_attention_backend(name)(create)
+        if name not in ATTENTION_BACKEND_CHOICES:
+            ATTENTION_BACKEND_CHOICES.append(name)
 
 
 def _create(runner: Any) -> LookaheadAttentionBackend:
     from sglang.srt.runtime_context import get_serving
 
     catalogue.verify()
+    native.load()
     pool = runner.token_to_kv_pool
     if not enabled(runner.server_args) or not isinstance(pool, HostKVPool):
         raise LookaheadKVError(
@@ -55,6 +60,18 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
         backend.trace = SelectionTrace(folder / "_".join(labels.values()) if several else folder, backend.tier.layout)
     logger.info("%s", start_up_summary(backend))
     return backend
+
+
+def _create_dense(runner: Any) -> DenseAttentionBackend:
+    catalogue.verify()
+    native.load()
+    pool = runner.token_to_kv_pool
+    if not isinstance(pool, HostKVPool):
+        raise LookaheadKVError(
+            f"--attention-backend {DENSE_BACKEND_NAME} works only on the paged host KV pool, found "
+            f"{type(pool).__name__}: select it for attention as a whole, on a CPU."
+        )
+    return DenseAttentionBackend(runner, pool.host)
 
 
 def _rank_labels() -> dict[str, str]:

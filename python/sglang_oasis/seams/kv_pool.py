@@ -8,6 +8,7 @@ stock pool touches its buffers; a new one upstream would find no `k_buffer` of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,8 +16,9 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool
 from torch import Tensor
 
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import enabled
+from sglang_oasis.seams.server_args import config_of, dense, enabled
 from sglang_oasis.tier.host_pool import HostPool
 
 
@@ -25,9 +27,11 @@ class HostKVPool(MHATokenToKVPool):
 
     Attributes:
         host: the pool of record.
+        summary_format: how it summarises completed pages, None when nobody asks for summaries.
     """
 
     host: HostPool
+    summary_format: SummaryFormat | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The tiled device copy assumes token rows on the device; the layout label keeps SGLang off its HND branches.
@@ -42,6 +46,7 @@ class HostKVPool(MHATokenToKVPool):
             block_size=self.page_size,
             head_dim=self.head_dim,
             dtype=self.store_dtype,
+            summary_format=self.summary_format,
         )
         # Views [pages, H, B, D]: generic code that inspects the buffers finds tensors.
         self.k_buffer = [kv[:, :, 0] for kv in self.host.kv]
@@ -70,7 +75,7 @@ class HostKVPool(MHATokenToKVPool):
 
     def _get_key_buffer(self, layer_id: int) -> NoReturn:
         raise NotImplementedError(
-            "the host KV pool has no token-major key buffer; only lookahead_kv attention reads it."
+            "the host KV pool has no token-major key buffer; only the attention backends of sglang-oasis read it."
         )
 
     _get_value_buffer = _get_key_buffer
@@ -91,10 +96,19 @@ class HostKVPool(MHATokenToKVPool):
             self.host.summarise(layer, pages)
 
 
+@functools.cache
+def _summarising(fmt: SummaryFormat) -> type[HostKVPool]:
+    # SGLang builds the pool from its class alone; the same format must give the same class.
+    return type("SummarisingHostKVPool", (HostKVPool,), {"summary_format": fmt})
+
+
 def _pool_class(original: Callable[..., type], configurator: Any, *, kind: str, default: type) -> type:
-    if kind == "mha" and enabled(configurator.server_args) and not configurator.is_draft_worker:
-        return HostKVPool
-    return original(configurator, kind=kind, default=default)
+    server_args = configurator.server_args
+    if kind != "mha" or configurator.is_draft_worker:
+        return original(configurator, kind=kind, default=default)
+    if enabled(server_args):
+        return _summarising(SUMMARY_FORMATS[config_of(server_args, configurator.page_size).summary_dtype])
+    return HostKVPool if dense(server_args) else original(configurator, kind=kind, default=default)
 
 
 SEAMS = [Seam("mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class", _pool_class, "AROUND")]

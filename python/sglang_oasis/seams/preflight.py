@@ -9,15 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
+from sglang_oasis.ops import native
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
-from sglang_oasis.seams.server_args import config_of
+from sglang_oasis.seams.server_args import config_of, enabled
 
 # Field of ServerArgs -> values with which lookahead KV works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "attention_backend": (None,),
+    "attention_backend": (None, DENSE_BACKEND_NAME),
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
@@ -51,22 +52,28 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 _UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
+def asked_by(server_args: Any) -> str:
+    """The flag that asked for the host pool, as a user typed it."""
+    return "--enable-lookahead-kv" if enabled(server_args) else f"--attention-backend {DENSE_BACKEND_NAME}"
+
+
 def check_before_resolution(server_args: Any) -> None:
     """Check the flags and the model folder.
 
     Raises:
         LookaheadKVError: one sentence.
     """
-    page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
-    find_selector(config_of(server_args, page_size).selector)
+    if enabled(server_args):
+        page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
+        find_selector(config_of(server_args, page_size).selector)
     for field, allowed in _REQUIRED.items():
         value = getattr(server_args, field)
         if value not in allowed:
-            raise LookaheadKVError(f"--enable-lookahead-kv does not work with {_as_typed(field, value)}: remove it.")
+            raise LookaheadKVError(f"{asked_by(server_args)} does not work with {_as_typed(field, value)}: remove it.")
     if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
         raise LookaheadKVError(
-            f"--enable-lookahead-kv does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which quantises "
-            f"the KV cache: use auto."
+            f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
+            f"quantises the KV cache: use auto."
         )
     folder = Path(server_args.model_path)
     if folder.is_dir():
@@ -96,12 +103,12 @@ def check_model(server_args: Any) -> None:
     for trait, present in unsupported.items():
         if present:
             raise LookaheadKVError(
-                f"--enable-lookahead-kv serves MHA and GQA models only, and {architecture} has {trait}: start it "
+                f"{asked_by(server_args)} serves MHA and GQA models only, and {architecture} has {trait}: start it "
                 f"without the flag."
             )
     if model.v_head_dim != model.head_dim:
         raise LookaheadKVError(
-            f"--enable-lookahead-kv needs keys and values of one head size, and {architecture} has {model.head_dim} "
+            f"{asked_by(server_args)} needs keys and values of one head size, and {architecture} has {model.head_dim} "
             f"and {model.v_head_dim}: start it without the flag."
         )
 
@@ -119,10 +126,18 @@ def check_after_resolution(server_args: Any) -> None:
         backend = getattr(view.cuda_graph_config, phase).backend
         if backend != "disabled":
             raise LookaheadKVError(
-                f"--enable-lookahead-kv does not run in CUDA graphs yet, and --cuda-graph-backend-{phase} is "
+                f"{asked_by(server_args)} does not run in CUDA graphs yet, and --cuda-graph-backend-{phase} is "
                 f"{backend}: leave it out."
             )
-    _check_memory(server_args, model_config_of(server_args), view)
+    if enabled(server_args):
+        _check_memory(server_args, model_config_of(server_args), view)
+    elif view.device != "cpu":
+        raise LookaheadKVError(
+            f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: leave it out."
+        )
+    if view.device == "cpu":
+        wait_passively()
+        native.load()  # compiled here, where the user sees it, and not in every rank
 
 
 def _has_sliding_window(text_config: Any) -> bool:
@@ -144,8 +159,6 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
     device_is_host = view.device == "cpu"
-    if device_is_host:
-        wait_passively()
     budget = divide_memory(
         config_of(server_args, view.page_size),
         layout,

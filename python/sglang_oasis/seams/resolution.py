@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
-from sglang_oasis.seams.server_args import enabled
+from sglang_oasis.seams.server_args import dense, enabled
 
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"
@@ -29,14 +29,14 @@ def install() -> None:
 
 def _set_defaults(server_args: Any, previous: Step) -> None:
     """Runs before any platform, model or attention default."""
-    if enabled(server_args):
+    if enabled(server_args) or dense(server_args):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
         page_size = resolving_view(server_args).page_size
         declare_resolution(
             server_args,
             SOURCE,
-            attention_backend=BACKEND_NAME,
+            attention_backend=BACKEND_NAME if enabled(server_args) else DENSE_BACKEND_NAME,
             page_size=DEFAULT_BLOCK_SIZE if page_size is None else page_size,
             # A decode step's transfers are not captured in a graph yet.
             disable_cuda_graph=True,
@@ -46,12 +46,12 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
 
 def _check_model_first(server_args: Any, previous: Step) -> None:
     """Before SGLang asserts, for some models, that the attention backend is one it knows for them."""
-    if enabled(server_args):
+    if enabled(server_args) or dense(server_args):
         check_model(server_args)
     previous(server_args)
 
 
 def _validate(server_args: Any, previous: Step) -> None:
     previous(server_args)
-    if enabled(server_args):
+    if enabled(server_args) or dense(server_args):
         check_after_resolution(server_args)

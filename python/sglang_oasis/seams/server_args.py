@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import msgspec
 from sglang.srt import server_args as upstream
 from sglang.srt.arg_groups.arg_utils import Arg
+from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
-from sglang_oasis.config import ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig
+from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import activation
 
@@ -40,21 +41,23 @@ class _Behaviour:
 
     def __post_init__(self: Any) -> None:
         _upstream().__post_init__(self)
-        if self.enable_lookahead_kv:
+        if self.enable_lookahead_kv or dense(self):
             activation.request()
 
     def resolve_once(self: Any) -> None:
         if not getattr(self, "_resolution_finished", False):
-            if self.enable_lookahead_kv:
+            if not self.enable_lookahead_kv:
+                _refuse_flags_without_effect(self)
+            if self.enable_lookahead_kv or dense(self):
                 from sglang_oasis.seams.preflight import check_before_resolution
 
                 check_before_resolution(self)
-            else:
-                _refuse_flags_without_effect(self)
         _upstream().resolve_once(self)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        if DENSE_BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+            ATTENTION_BACKEND_CHOICES.append(DENSE_BACKEND_NAME)
         _upstream().add_cli_args(parser)
         group = parser.add_argument_group(HELP_HEADING)
         group.add_argument("--enable-lookahead-kv", action="store_true", help=ENABLE_HELP)
@@ -107,6 +110,11 @@ def install() -> None:
 def enabled(server_args: Any) -> bool:
     """Whether this record asks for lookahead KV."""
     return bool(getattr(server_args, ENABLE_FLAG, False))
+
+
+def dense(server_args: Any) -> bool:
+    """Whether this record asks for the dense CPU backend, without lookahead KV."""
+    return not enabled(server_args) and server_args.attention_backend == DENSE_BACKEND_NAME
 
 
 def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_oasis.ops.summary import SUMMARY_DTYPE, block_bounds
+from sglang_oasis.ops.summary import SummaryFormat, summarise_pages
+from sglang_oasis.ops.tokens import store_tokens
 
 
 class HostPool:
@@ -13,7 +14,7 @@ class HostPool:
 
     Attributes:
         kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.
-        summaries: per layer [N_pages, H, 2, D] bfloat16, valid for completed pages only.
+        summaries: per layer [N_pages, H, R] uint8, valid for completed pages only; empty without `summary_format`.
     """
 
     def __init__(
@@ -25,12 +26,15 @@ class HostPool:
         block_size: int,
         head_dim: int,
         dtype: torch.dtype,
+        summary_format: SummaryFormat | None,
     ) -> None:
         self.num_pages = num_pages
         self.block_size = block_size
+        self.summary_format = summary_format
         self.kv = [torch.zeros((num_pages, kv_heads, 2, block_size, head_dim), dtype=dtype) for _ in range(num_layers)]
+        records = summary_format.record_bytes(head_dim) if summary_format else 0
         self.summaries = [
-            torch.zeros((num_pages, kv_heads, 2, head_dim), dtype=SUMMARY_DTYPE) for _ in range(num_layers)
+            torch.zeros((num_pages, kv_heads, records), dtype=torch.uint8) for _ in range(num_layers if records else 0)
         ]
 
     @property
@@ -45,10 +49,7 @@ class HostPool:
             indices: [T], KV indices.
             keys, values: [T, H, D] on any device.
         """
-        page, offset = self.locate(indices)
-        kv = self.kv[layer]
-        kv[page, :, 0, offset] = keys.to(kv)
-        kv[page, :, 1, offset] = values.to(kv)
+        store_tokens(self.kv[layer], None, indices.to("cpu", torch.int64), keys, values)
 
     def read(self, layer: int, indices: Tensor) -> Tensor:
         """K and V of tokens: indices [T] -> [T, H, 2, D]."""
@@ -57,8 +58,8 @@ class HostPool:
 
     def summarise(self, layer: int, pages: Tensor) -> None:
         """Rebuild the summaries of completed pages [P] int64."""
-        if pages.numel():
-            self.summaries[layer][pages] = block_bounds(self.kv[layer][pages, :, 0])
+        if pages.numel() and self.summary_format is not None:
+            summarise_pages(self.kv[layer], pages, self.summary_format, self.summaries[layer])
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Copy tokens from KV indices `source` [T] to `target` [T] in all layers."""

@@ -7,12 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sglang_oasis.ops.summary import unpack
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
-from sglang_oasis.tier.rows import RowState
+from sglang_oasis.tier.window import Window
 
 RECOMPUTED_FLOAT32, RECOMPUTED_16_BIT = 1e-3, 0.1
 """Relative difference of a key or value vector that may come from computing it in another batch."""
+
+
+SUMMARY_TOLERANCE = {"bf16": 0.02, "int8": 0.05, "int4": 0.3}
+"""The same for a summary, where a last bit may also turn into another code."""
 
 
 class IntegrityError(AssertionError):
@@ -30,15 +35,17 @@ def check_integrity(tier: ResidentTier, host: HostPool, pages_of: Callable[[int,
     Raises:
         IntegrityError: names the layer, the row and the invariant.
     """
-    for row, state in tier.rows.items():
-        pages = pages_of(row, state.window.open_block + 1)
+    for row in tier.rows.occupied():
+        window = tier.window(int(tier.rows.length[row]))
+        pages = pages_of(row, window.open_block + 1)
         for index, layer in enumerate(tier.layers):
             try:
-                _check_head_map(layer, row, state)
-                _check_contents(layer, row, state, host.kv[index], pages)
-                _check_summaries(layer, row, state, host.summaries[index], pages)
+                _check_head_map(layer, row, window)
+                _check_contents(layer, row, window, host.kv[index], pages)
+                _check_summaries(layer, row, window, host, index, pages)
             except IntegrityError as error:
-                raise IntegrityError(f"layer {index}, row {row}, generation {state.generation}: {error}") from None
+                generation = int(tier.rows.generation[row])
+                raise IntegrityError(f"layer {index}, row {row}, generation {generation}: {error}") from None
 
 
 def _require(condition: bool | Tensor, invariant: str) -> None:
@@ -46,45 +53,47 @@ def _require(condition: bool | Tensor, invariant: str) -> None:
         raise IntegrityError(invariant)
 
 
-def _check_head_map(layer: ResidentLayer, row: int, state: RowState) -> None:
-    used = min(layer.selected, state.window.first_local)
+def _check_head_map(layer: ResidentLayer, row: int, window: Window) -> None:
+    used = min(layer.selected, window.first_local)
     head_map, slot_of = layer.head_map[row].long(), layer.slot_of[row].long()
     _require((head_map[:, used:] == -1).all(), f"slots beyond the first {used} are empty")
     _require((head_map[:, :used] >= 0).all(), f"the first {used} slots are occupied")
     # A block that is local now but selectable in the next step may have been fetched ahead.
-    _require((head_map < state.window.next.first_local).all(), "resident blocks are selectable")
+    _require((head_map < window.next.first_local).all(), "resident blocks are selectable")
     slots = torch.arange(used).expand_as(head_map[:, :used]).to(head_map)
     _require((slot_of.gather(1, head_map[:, :used]) == slots).all(), "slot_of inverts head_map")
     _require(((slot_of >= 0).sum(1) == used).all(), "slot_of names no block that is not resident")
 
 
-def _check_contents(layer: ResidentLayer, row: int, state: RowState, host_kv: Tensor, pages: Tensor) -> None:
-    used = min(layer.selected, state.window.first_local)
+def _check_contents(layer: ResidentLayer, row: int, window: Window, host_kv: Tensor, pages: Tensor) -> None:
+    used = min(layer.selected, window.first_local)
     head_map = layer.head_map[row, :, :used].long().cpu()
     heads = torch.arange(head_map.shape[0]).unsqueeze(1)
     _require(
         _mirrors(layer.blocks[row, :, :used], host_kv[pages[head_map], heads]),
         "resident blocks mirror their host pages",
     )
-    for block in range(state.window.first_local, state.window.open_block + 1):
-        fill = state.window.open_fill if block == state.window.open_block else layer.block_size
+    for block in range(window.first_local, window.open_block + 1):
+        fill = window.open_fill if block == window.open_block else layer.block_size
         resident = layer.blocks[row, :, layer.local_slot(block), :, :fill]
         _require(_mirrors(resident, host_kv[pages[block], :, :, :fill]), f"local block {block} mirrors its host page")
 
 
-def _check_summaries(layer: ResidentLayer, row: int, state: RowState, host_summaries: Tensor, pages: Tensor) -> None:
-    complete = state.summarised_blocks
-    _require(complete == state.window.complete_blocks, "every completed block has a summary, and no other")
-    resident = layer.summaries[row, :, :complete].transpose(0, 1)
-    _require(_mirrors(resident, host_summaries[pages[:complete]]), "resident summaries mirror the host's")
+def _check_summaries(layer: ResidentLayer, row: int, window: Window, host: HostPool, index: int, pages: Tensor) -> None:
+    complete = window.complete_blocks
+    assert host.summary_format is not None
+    resident = unpack(layer.summaries[row, :, :complete].transpose(0, 1), host.summary_format)
+    mirrored = unpack(host.summaries[index][pages[:complete]], host.summary_format)
+    tolerance = SUMMARY_TOLERANCE[host.summary_format.name]
+    _require(_mirrors(resident, mirrored, tolerance), "resident summaries mirror the host's")
 
 
-def _mirrors(resident: Tensor, host: Tensor) -> Tensor:
+def _mirrors(resident: Tensor, host: Tensor, least_tolerance: float = 0.0) -> Tensor:
     """Whether each vector [..., D] equals the host's, up to the rounding of computing it again.
 
     When two requests compute the same page, SGLang's radix tree keeps one and points both rows to it. The copy that was
     dropped may differ in the last bits, because it was computed in another batch.
     """
-    tolerance = RECOMPUTED_FLOAT32 if host.dtype == torch.float32 else RECOMPUTED_16_BIT
+    tolerance = max(least_tolerance, RECOMPUTED_FLOAT32 if host.dtype == torch.float32 else RECOMPUTED_16_BIT)
     resident, host = resident.cpu().double(), host.double()
     return ((resident - host).norm(dim=-1) <= tolerance * (host.norm(dim=-1) + 1e-6)).all()

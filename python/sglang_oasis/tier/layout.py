@@ -8,7 +8,7 @@ import torch
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.ops.summary import SUMMARY_DTYPE
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
 MAP_DTYPE = torch.int32
 
@@ -27,6 +27,7 @@ class TierLayout:
         recent_blocks: completed blocks before the open one that are always local.
         sink_blocks: first blocks that are always selected.
         max_blocks: N, most logical blocks of a row.
+        summary_format: how summaries are stored.
         draft_tokens: most tokens beyond the committed ones that a step may write.
     """
 
@@ -39,6 +40,7 @@ class TierLayout:
     recent_blocks: int
     sink_blocks: int
     max_blocks: int
+    summary_format: SummaryFormat
     draft_tokens: int = 0
 
     @classmethod
@@ -70,6 +72,7 @@ class TierLayout:
             recent_blocks=min(config.recent_blocks, max_blocks),
             sink_blocks=config.sink_blocks,
             max_blocks=max_blocks,
+            summary_format=SUMMARY_FORMATS[config.summary_dtype],
             draft_tokens=draft_tokens,
         )
 
@@ -86,7 +89,7 @@ class TierLayout:
     @property
     def summary_bytes(self) -> int:
         """Summary of one block of one head in one layer."""
-        return 2 * self.head_dim * SUMMARY_DTYPE.itemsize
+        return self.summary_format.record_bytes(self.head_dim)
 
     @property
     def host_page_bytes(self) -> int:

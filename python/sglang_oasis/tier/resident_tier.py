@@ -7,13 +7,18 @@ While everything fits, selected slot j holds block j.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from sglang_oasis.ops.summary import SUMMARY_DTYPE
+from sglang_oasis.ops.eviction import Maps, graduate_blocks
+from sglang_oasis.ops.tokens import store_tokens
 from sglang_oasis.tier.layout import MAP_DTYPE, TierLayout
 from sglang_oasis.tier.rows import RowTable
-from sglang_oasis.tier.window import Window
+from sglang_oasis.tier.window import Window, Windows
+
+BlockIndex = TypeVar("BlockIndex", int, Tensor)
 
 
 class ResidentLayer:
@@ -24,7 +29,7 @@ class ResidentLayer:
         head_map: [S, H, K] int32, logical block of each selected slot or -1.
         last_selected: [S, H, K] int32, step in which each selected slot was last selected.
         slot_of: [S, H, N] int32, inverse of `head_map`: slot of each logical block or -1.
-        summaries: [S, H, N, 2, D] bfloat16, of the row's completed blocks.
+        summaries: [S, H, N, R] uint8, of the row's completed blocks.
     """
 
     def __init__(self, layout: TierLayout, layer: int, num_rows: int, device: torch.device) -> None:
@@ -39,23 +44,25 @@ class ResidentLayer:
         self.last_selected = torch.zeros((num_rows, heads, self.selected), dtype=MAP_DTYPE, device=device)
         self.slot_of = torch.full((num_rows, heads, layout.max_blocks), -1, dtype=MAP_DTYPE, device=device)
         self.summaries = torch.zeros(
-            (num_rows, heads, layout.max_blocks, 2, head_dim), dtype=SUMMARY_DTYPE, device=device
+            (num_rows, heads, layout.max_blocks, layout.summary_bytes), dtype=torch.uint8, device=device
         )
 
-    def local_slot(self, block: int | Tensor) -> int | Tensor:
+    @property
+    def maps(self) -> Maps:
+        return Maps(self.head_map, self.last_selected, self.slot_of)
+
+    def local_slot(self, block: BlockIndex) -> BlockIndex:
         return self.selected + block % self.local
 
-    def write_tokens(self, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_tokens(self, rows: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store tokens in their rows' local slots.
 
         Args:
-            rows, positions: [T] int64, row and position in the request of each token.
+            rows: [T] int64.
+            places: [T] int64, slot * B + offset of each token.
             keys, values: [T, H, D].
         """
-        slot = self.local_slot(positions // self.block_size)
-        offset = positions % self.block_size
-        self.blocks[rows, :, slot, 0, offset] = keys.to(self.blocks.dtype)
-        self.blocks[rows, :, slot, 1, offset] = values.to(self.blocks.dtype)
+        store_tokens(self.blocks, rows, places, keys, values)
 
     def build(self, row: int, selected: Tensor, window: Window, host_kv: Tensor, pages: Tensor) -> None:
         """Fill a row from the host: selected blocks and local blocks; whatever the row held is gone.
@@ -79,29 +86,14 @@ class ResidentLayer:
         for block in range(window.first_local, window.open_block + 1):
             self.blocks[row, :, self.local_slot(block)] = host_kv[pages[block]].to(self.blocks.device)
 
-    def graduate(self, row: int, block: int, step: int) -> None:
-        """Keep a block that leaves the local slots, where there is room; otherwise it lives on in the host only."""
-        if block >= self.selected:
-            return
-        self.blocks[row, :, block] = self.blocks[row, :, self.local_slot(block)]
-        self.head_map[row, :, block] = block
-        self.last_selected[row, :, block] = step
-        self.slot_of[row, :, block] = block
-
-    def admit(self, rows: Tensor, heads: Tensor, slots: Tensor, blocks: Tensor, chunks: Tensor, step: int) -> None:
-        """Overwrite resident slots with other blocks; all arguments but the last two are [n] int64.
+    def graduate(self, rows: Tensor, blocks: Tensor, step: int) -> None:
+        """Keep blocks that leave the local slots, where there is room; the others live on in the host only.
 
         Args:
-            rows, heads, slots: the slots to overwrite, all occupied.
-            blocks: logical block that each slot holds from now on.
-            chunks: [n, 2, B, D], K and V of those blocks.
-            step: step in which they were selected.
+            rows, blocks: [g] int64.
+            step: the current step.
         """
-        self.slot_of[rows, heads, self.head_map[rows, heads, slots].long()] = -1
-        self.blocks[rows, heads, slots] = chunks
-        self.head_map[rows, heads, slots] = blocks.to(MAP_DTYPE)
-        self.last_selected[rows, heads, slots] = step
-        self.slot_of[rows, heads, blocks] = slots.to(MAP_DTYPE)
+        graduate_blocks(self.blocks, self.maps, rows, blocks, self.local_slot(blocks), step)
 
 
 class ResidentTier:
@@ -111,23 +103,29 @@ class ResidentTier:
         self.layout = layout
         self.num_rows = num_rows
         self.device = device
-        self.rows = RowTable()
+        self.rows = RowTable(num_rows)
         self.layers = [ResidentLayer(layout, layer, num_rows, device) for layer in range(layout.num_layers)]
 
     def window(self, length: int) -> Window:
         return Window(length, self.layout.block_size, self.layout.recent_blocks)
 
+    def windows(self, lengths: Tensor) -> Windows:
+        """Windows of rows with [n] int64 tokens."""
+        return Windows(lengths, self.layout.block_size, self.layout.recent_blocks)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of K and V that live rows hold resident."""
-        chunks = 0
-        for _, state in self.rows.items():
-            local = state.window.open_block - state.window.first_local + 1
-            chunks += sum(min(k, state.window.first_local) + local for k in self.layout.selected_blocks)
-        return chunks * self.layout.kv_heads * self.layout.chunk_bytes
+        windows = self._live_windows()
+        local = (windows.open_block - windows.first_local + 1).sum() * self.layout.num_layers
+        selected = sum(int(windows.first_local.clamp(max=k).sum()) for k in self.layout.selected_blocks)
+        return (selected + int(local)) * self.layout.kv_heads * self.layout.chunk_bytes
 
     @property
     def used_summary_bytes(self) -> int:
         """Bytes of summaries of the live rows' completed blocks."""
-        blocks = sum(state.summarised_blocks for _, state in self.rows.items())
+        blocks = int(self._live_windows().complete_blocks.sum())
         return blocks * self.layout.num_layers * self.layout.kv_heads * self.layout.summary_bytes
+
+    def _live_windows(self) -> Windows:
+        return self.windows(self.rows.length[self.rows.occupied()])

@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
-from sglang_oasis.tier.window import Window
-
-
-@dataclass
-class RowState:
-    """What the resident tier holds for one row.
-
-    Attributes:
-        generation: SGLang's generation of the row when it was built.
-        window: the window that the local slots and the head map serve.
-        summarised_blocks: leading blocks whose summaries are on the device.
-    """
-
-    generation: int
-    window: Window
-    summarised_blocks: int
-
-    def advance(self, window: Window) -> None:
-        """Move on to a longer window."""
-        self.window = window
-        self.summarised_blocks = window.complete_blocks
+NOBODY = -1
 
 
 class RowTable:
-    """Rows that hold a resident set; reuse of a row by another request shows as another generation."""
+    """Rows that hold a resident set; reuse of a row by another request shows as another generation.
 
-    def __init__(self) -> None:
-        self._rows: dict[int, RowState] = {}
+    Args:
+        num_rows: S.
+
+    Attributes:
+        generation: [S] int64, SGLang's generation of the row when it was built, NOBODY where nothing is resident.
+        length: [S] int64, committed tokens that the local slots, the head map and the summaries serve.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.generation = torch.full((num_rows,), NOBODY, dtype=torch.int64)
+        self.length = torch.zeros(num_rows, dtype=torch.int64)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int((self.generation != NOBODY).sum())
 
-    def claim(self, row: int, generation: int, window: Window) -> RowState:
+    def claim(self, row: int, generation: int, length: int) -> None:
         """Give `row` to (row, generation), whoever held it before."""
-        state = self._rows[row] = RowState(generation, window, window.complete_blocks)
-        return state
+        self.generation[row], self.length[row] = generation, length
 
     def release(self, row: int) -> None:
         """Forget the row's resident set; a row that holds none is left alone."""
-        self._rows.pop(row, None)
+        self.generation[row] = NOBODY
 
     def clear(self) -> None:
-        self._rows.clear()
+        self.generation.fill_(NOBODY)
 
-    def find(self, row: int, generation: int) -> RowState | None:
-        """The state of (row, generation), None when another generation or nobody holds the row."""
-        state = self._rows.get(row)
-        return state if state is not None and state.generation == generation else None
+    def live(self, rows: Tensor, generations: Tensor) -> Tensor:
+        """Which of the (row, generation), [n] int64 each, hold a resident set: [n] bool."""
+        return self.generation[rows] == generations
 
-    def items(self) -> list[tuple[int, RowState]]:
-        return list(self._rows.items())
+    def advance(self, rows: Tensor, lengths: Tensor) -> None:
+        """Move rows [n] int64 on to longer lengths [n] int64."""
+        self.length[rows] = lengths
+
+    def occupied(self) -> list[int]:
+        """Rows that hold a resident set."""
+        return (self.generation != NOBODY).nonzero().flatten().tolist()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Window(NamedTuple):
     """The block window of a row with `length` committed tokens, the one being written included.
@@ -48,4 +50,37 @@ class Window(NamedTuple):
     @property
     def next(self) -> Window:
         """The window one token later."""
+        return self._replace(length=self.length + 1)
+
+
+class Windows(NamedTuple):
+    """The windows of n rows at once; every property of `Window`, as [n] int64.
+
+    Attributes:
+        length: [n] int64.
+        block_size, recent_blocks: as in `Window`.
+    """
+
+    length: Tensor
+    block_size: int
+    recent_blocks: int
+
+    @property
+    def open_block(self) -> Tensor:
+        return (self.length - 1) // self.block_size
+
+    @property
+    def open_fill(self) -> Tensor:
+        return (self.length - 1) % self.block_size + 1
+
+    @property
+    def first_local(self) -> Tensor:
+        return (self.open_block - self.recent_blocks).clamp(min=0)
+
+    @property
+    def complete_blocks(self) -> Tensor:
+        return self.length // self.block_size
+
+    @property
+    def next(self) -> Windows:
         return self._replace(length=self.length + 1)

@@ -1,0 +1,63 @@
+"""What both attention backends need to know about an attention layer of SGLang.
+
+Read from sglang 0.5.23: `layers/radix_attention.py` (RadixAttention, AttentionType).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import Tensor
+
+from sglang_oasis.errors import LookaheadKVError
+
+
+def split_heads(layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat projections -> query [T, H*G, D], key and value [T, H, D]."""
+    if k is None or v is None:
+        raise NotImplementedError(f"sglang-oasis cannot serve layer {layer.layer_id}, which reuses another layer's KV.")
+    heads = layer.tp_k_head_num
+    return (
+        q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        k.view(-1, heads, layer.qk_head_dim),
+        v.view(-1, heads, layer.v_head_dim),
+    )
+
+
+def refuse_extras(layer: RadixAttention, save_kv_cache: bool, extras: dict[str, Any]) -> None:
+    """Attention sinks and the like must not be dropped in silence."""
+    named = [name for name, value in extras.items() if value is not None]
+    if named or not save_kv_cache:
+        what = ", ".join(named) or "save_kv_cache=False"
+        raise NotImplementedError(f"sglang-oasis cannot serve attention layer {layer.layer_id}, which passes {what}.")
+
+
+def check_layers(model: torch.nn.Module, flag: str) -> None:
+    """Refuse attention layers whose semantics the kernels do not implement.
+
+    Args:
+        model: the loaded model.
+        flag: what asked for the backend.
+
+    Raises:
+        LookaheadKVError: names the layer and what it needs.
+    """
+    for module in model.modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        needs = {
+            "a sliding window": module.sliding_window_size > -1,
+            "cross attention": module.is_cross_attention,
+            "non-causal attention": module.attn_type != AttentionType.DECODER,
+            "logit soft-capping": bool(module.logit_cap),
+            "different key and value head sizes": module.qk_head_dim != module.v_head_dim,
+            "position-dependent temperature": module.xai_temperature_len > 0,
+        }
+        for need, present in needs.items():
+            if present:
+                raise LookaheadKVError(
+                    f"{flag} cannot serve this model: attention layer {module.layer_id} needs {need}; "
+                    f"start it without the flag."
+                )

@@ -1,0 +1,131 @@
+"""Builds the C++ kernels for CPUs, once per version of their sources and into a cache folder, and loads them.
+
+`python -m sglang_oasis.ops.native` builds them ahead of the first server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+logger = logging.getLogger(__name__)
+
+NAME = "oasis_cpu"
+CFLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
+
+_module: Any = None
+_attempted = False
+
+
+def kernels() -> Any:
+    """The loaded kernels, a module of tvm_ffi functions; None where they are absent and plain torch does the work."""
+    return _module
+
+
+def load() -> Any:
+    """Build the kernels if they are not in the cache, and load them; None, and a warning, where that is impossible.
+
+    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out.
+    """
+    global _module, _attempted
+    if not _attempted:
+        _attempted = True
+        _module = _load() if os.environ.get("SGLANG_OASIS_CPU_KERNELS", "1") != "0" else None
+    return _module
+
+
+def unload() -> None:
+    """Go back to plain torch; a later `load` loads again."""
+    global _module, _attempted
+    _module, _attempted = None, False
+
+
+def source_folder() -> Path:
+    """The C++ sources: inside the installed package, or in the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "csrc" / "cpu"
+    return installed if installed.is_dir() else package.parents[1] / "sgl-kernel-ext" / "csrc" / "cpu"
+
+
+def build(cflags: tuple[str, ...] = CFLAGS, ldflags: tuple[str, ...] = ()) -> Path:
+    """Compile the kernels unless the cache has them.
+
+    Args:
+        cflags, ldflags: of the compiler and the linker; part of the cache key.
+
+    Returns:
+        The shared library.
+
+    Raises:
+        RuntimeError: they do not compile; the message is the compiler's.
+    """
+    import tvm_ffi.cpp
+
+    folder = _cache_folder() / _key((*cflags, *ldflags))
+    library = folder / f"{NAME}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not library.exists():
+            logger.warning("Building the CPU kernels of lookahead KV into %s, once; takes up to a minute.", folder)
+            sources = source_folder()
+            made = tvm_ffi.cpp.build(
+                NAME,
+                cpp_files=sorted(str(file) for file in sources.glob("*.cpp")),
+                extra_cflags=list(cflags),
+                extra_ldflags=list(ldflags),
+                extra_include_paths=[str(sources)],
+                build_directory=str(folder / "build"),
+            )
+            os.replace(made, library)
+            shutil.rmtree(folder / "build")
+    return library
+
+
+def _load() -> Any:
+    compiler = os.environ.get("CXX", "c++")
+    try:
+        import tvm_ffi
+
+        library = build()
+    except (ImportError, OSError, RuntimeError) as error:
+        if shutil.which(compiler) is None:
+            reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"
+        else:
+            reason = f"they do not build: {str(error).strip().splitlines()[-1]}"
+        logger.warning("Lookahead KV runs without its CPU kernels, on plain torch and much slower: %s.", reason)
+        return None
+    module = tvm_ffi.load_module(str(library))
+    module.set_threads(torch.get_num_threads())
+    return module
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "sglang-oasis" / "kernels"
+
+
+def _key(flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in (*flags, version("apache-tvm-ffi"), platform.machine(), os.environ.get("CXX", "")):
+        digest.update(part.encode() + b"\0")
+    for file in sorted(source_folder().iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    loaded = load()
+    if loaded is None:
+        sys.exit(1)
+    print(f"CPU kernels: {loaded.instruction_set()}, {torch.get_num_threads()} threads, {build()}")

@@ -1,0 +1,6 @@
+#ifdef __x86_64__
+#include "args.h"
+#pragma GCC target("avx2,fma")
+#define OASIS_ISA avx2
+#include "isa.inc"
+#endif

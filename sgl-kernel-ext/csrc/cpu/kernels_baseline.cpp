@@ -1,0 +1,3 @@
+// Whatever the compiler targets by default: SSE2 on x86-64, NEON on arm64.
+#define OASIS_ISA baseline
+#include "isa.inc"

@@ -1,0 +1,108 @@
+// The background pipeline: predict, select, transfer, one task per layer at a time, in native threads.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "args.h"
+#include "tiers.h"
+
+namespace oasis {
+
+// How blocks are scored.
+struct Selector {
+  SummaryFormat format;
+  float tightness;
+  int64_t sinks;
+};
+
+// One layer of both tiers; the memory belongs to the caller and outlives the pipeline.
+struct PipelineLayer {
+  ChunkPool host;
+  ResidentLayer resident;
+  Summaries summaries;
+};
+
+// What the tasks of one decode step share: the rows that do not fit the budget.
+struct PipelineStep {
+  int32_t number;
+  std::vector<int64_t> entries;  // their places in the batch
+  std::vector<int64_t> rows;
+  std::vector<int64_t> candidates;
+  std::vector<int32_t> pages;  // [entries, pages_stride]
+  int64_t pages_stride;
+};
+
+// Queries [n, heads, D] of a batch.
+struct Queries {
+  const void* data;
+  DType dtype;
+  int64_t stride;
+  int64_t heads;
+};
+
+struct PipelineCounters {
+  int64_t fetched = 0;
+  int64_t deferred = 0;
+  int64_t stalls = 0;
+  int64_t stall_ns = 0;
+  std::array<int64_t, 3> stage_ns = {};
+};
+
+class Pipeline {
+ public:
+  // Without threads, tasks run when they are waited for.
+  Pipeline(int threads, const Selector& selector);
+  ~Pipeline();
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  int add_layer(const PipelineLayer& layer);
+  void begin_step(std::shared_ptr<const PipelineStep> step);
+  // The layer's previous task must have been waited for.
+  void submit(int layer, const Queries& queries, float scale, int64_t cap);
+  // Returns when the layer's task is through; runs it here if no thread has begun it.
+  void wait(int layer);
+  // Runs a task here, on all threads of the forward pass; returns the number of blocks loaded.
+  int64_t run(int layer, const Queries& queries, float scale, int64_t cap);
+  PipelineCounters counters();
+
+ private:
+  enum class State { kIdle, kQueued, kRunning };
+  struct Task {
+    State state = State::kIdle;
+    std::shared_ptr<const PipelineStep> step;
+    std::vector<float> queries;  // [entries, H * G, D]
+    int64_t query_heads = 0;
+    float scale = 0;
+    int64_t cap = 0;
+  };
+
+  void serve();
+  void execute(int layer, Task& task, PipelineCounters& counters) const;
+  // The part of one (entry, head), through every stage; `query` is the entry's.
+  void execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
+                     int64_t cap, int64_t share, PipelineCounters& counters) const;
+  void add(const PipelineCounters& counters);
+
+  const Selector selector_;
+  std::vector<PipelineLayer> layers_;
+  std::shared_ptr<const PipelineStep> step_;
+  std::mutex mutex_;
+  std::condition_variable queued_;
+  std::condition_variable finished_;
+  std::deque<int> queue_;
+  std::deque<Task> tasks_;
+  PipelineCounters counters_;
+  bool closing_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace oasis
