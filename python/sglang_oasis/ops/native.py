@@ -35,7 +35,8 @@ def kernels() -> Any:
 def load() -> Any:
     """Build the kernels if they are not in the cache, and load them; None, and a warning, where that is impossible.
 
-    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out.
+    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out; `SGLANG_OASIS_CPU_CFLAGS` has more flags for the compiler and the
+    linker, as `scripts/sanitize.sh` needs them.
     """
     global _module, _attempted
     if not _attempted:
@@ -96,7 +97,8 @@ def _load() -> Any:
     try:
         import tvm_ffi
 
-        library = build()
+        extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
+        library = build((*CFLAGS, *extra), extra)
     except (ImportError, OSError, RuntimeError) as error:
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"
