@@ -26,6 +26,7 @@ run ruff check .
 run ruff format --check .
 run mypy
 run pytest test/unit
+run scripts/sanitize.sh
 run python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
 run pytest test/e2e
 printf '\n[test] everything passed\n'

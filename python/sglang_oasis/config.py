@@ -53,7 +53,7 @@ KNOBS: tuple[Knob, ...] = (
         "Selected tokens per KV head and layer that stay on the device; a multiple of the page size.",
     ),
     Knob("lookahead_kv_recent_tokens", 16, int, "Newest completed tokens that always stay on the device."),
-    Knob("lookahead_kv_sink_tokens", 0, int, "First tokens that always stay on the device, inside the budget."),
+    Knob("lookahead_kv_sink_tokens", 16, int, "First tokens that always stay on the device, inside the budget."),
     Knob(
         "lookahead_kv_fetch_ratio",
         0.05,
@@ -74,10 +74,10 @@ KNOBS: tuple[Knob, ...] = (
         "drop: attend to what is resident; fetch: load what the true query selects before attending.",
         ("drop", "fetch"),
     ),
-    Knob("lookahead_kv_selector", "minmax", str, "How blocks are scored from their summaries."),
+    Knob("lookahead_kv_selector", "midrange", str, "How blocks are scored from their summaries."),
     Knob(
         "lookahead_kv_summary_dtype",
-        "bf16",
+        "int4",
         str,
         "How the two vectors that summarise a block's keys are stored.",
         ("bf16", "int8", "int4"),

@@ -1,4 +1,6 @@
-"""With a budget that covers the context, lookahead KV answers exactly as stock SGLang does (float32, torch_native).
+"""Lookahead KV with a budget that covers the context, and the dense backend, answer exactly as stock SGLang does.
+
+Everything is float32; stock runs torch_native.
 
 The stock server runs with this package installed and the flag off, and is itself compared with Hugging Face, so that
 the two sides cannot be wrong together.
@@ -26,10 +28,13 @@ LOGPROB_TOLERANCE = 1e-4
 COMMON_FLAGS = ("--dtype", "float32", "--random-seed", "7", "--context-length", "7200")
 # The package must answer alike however its own prefill is chunked; the stock prefill is whole, which is its fastest.
 STOCK_FLAGS = (*COMMON_FLAGS, "--chunked-prefill-size", "8192", "--max-total-tokens", "40000")
-LOOKAHEAD_FLAGS = (
-    *(*COMMON_FLAGS, "--chunked-prefill-size", "512", "--enable-lookahead-kv"),
-    *("--lookahead-kv-budget-tokens", "7200", "--lookahead-kv-host-gb", "2.2", "--lookahead-kv-device-gb", "4.2"),
-)
+OUR_FLAGS = {
+    "dense": ("--attention-backend", "oasis_cpu", "--max-total-tokens", "40000"),
+    "lookahead": (
+        *("--enable-lookahead-kv", "--lookahead-kv-budget-tokens", "7200"),
+        *("--lookahead-kv-host-gb", "2.2", "--lookahead-kv-device-gb", "4.2"),
+    ),
+}
 # (first token, length) in the corpus; several share a prefix, some end on a page, a page and a token, a token short.
 PROMPTS = (
     *((0, 4), (100, 17), (300, 33), (600, 64), (800, 100), (1000, 255), (1300, 513), (1900, 777)),
@@ -96,10 +101,16 @@ def stock(prompts: list[list[int]]) -> Answers:
         return interview(server, prompts)
 
 
+@pytest.fixture(scope="module", params=OUR_FLAGS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(stock: Answers) -> Iterator[Server]:
+def server(stock: Answers, backend: str) -> Iterator[Server]:
     """Started after the stock server has ended: two servers would starve each other."""
-    with launch_server(*LOOKAHEAD_FLAGS, env={"SGLANG_OASIS_CHECK_INTEGRITY": "8"}) as running:
+    flags = (*COMMON_FLAGS, "--chunked-prefill-size", "512", *OUR_FLAGS[backend])
+    with launch_server(*flags, env={"SGLANG_OASIS_CHECK_INTEGRITY": "8"}) as running:
         yield running
 
 
@@ -138,7 +149,12 @@ def test_with_the_flag_off_the_server_reports_the_feature_off(stock: Answers) ->
     assert "lookahead_kv" not in stock.info["internal_states"][0]
 
 
-def test_with_the_flag_on_the_server_reports_its_configuration(ours: Answers) -> None:
+def test_the_server_reports_its_configuration(ours: Answers, backend: str) -> None:
+    if backend == "dense":
+        assert ours.info["enable_lookahead_kv"] is False
+        assert ours.info["attention_backend"] == "oasis_cpu"
+        assert ours.stats_status == 404
+        return
     assert ours.info["enable_lookahead_kv"] is True
     assert ours.info["attention_backend"] == "lookahead_kv"
     assert ours.info["lookahead_kv_budget_tokens"] == 7200
@@ -178,14 +194,19 @@ def test_eight_requests_at_once_that_share_prefixes_are_equal(
         assert_same(list(pool.map(lambda prompt: ask(server, prompt), prompts)), stock.cold)
 
 
-def test_nothing_was_fetched_because_everything_was_resident(server: Server, ours: Answers) -> None:
+def test_nothing_was_fetched_because_everything_was_resident(server: Server, ours: Answers, backend: str) -> None:
+    if backend == "dense":
+        pytest.skip("the dense backend has no resident tier")
     counters = server.stats()["counters"]
     assert counters["blocks_built"] > 0
     assert (counters["blocks_fetched"], counters["misses"]) == (0, 0)
 
 
-def test_the_pools_are_empty_in_the_end(server: Server, ours: Answers) -> None:
+def test_the_pools_are_empty_in_the_end(server: Server, ours: Answers, backend: str) -> None:
     server.wait_until_idle()
     server.post("/flush_cache").raise_for_status()
+    if backend == "dense":
+        assert server.get("/v1/loads?include=core").json()["loads"][0]["num_used_tokens"] == 0
+        return
     stats = server.stats()
     assert (stats["rows"]["active"], stats["host_tokens"]["used"], stats["bytes"]["resident"]) == (0, 0, 0)

@@ -15,14 +15,15 @@ EMPTY_SLOT = -1
 
 
 def block_bounds(keys: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise min and max over the keys of each completed block, rounded to bfloat16.
+    """Coordinate-wise midpoint and half range of the keys of each completed block, each rounded to bfloat16.
 
     `keys` is `[H, T, D]`; both results are `[H, M, D]` float32. The open block is ignored.
     """
     heads, length, dim = keys.shape
     completed = length // block_size
     blocks = keys[:, : completed * block_size].reshape(heads, completed, block_size, dim)
-    return blocks.amin(2).bfloat16().float(), blocks.amax(2).bfloat16().float()
+    lower, upper = blocks.amin(2), blocks.amax(2)
+    return ((lower + upper) / 2).bfloat16().float(), ((upper - lower) / 2).bfloat16().float()
 
 
 def minmax_scores(
@@ -42,12 +43,11 @@ def minmax_scores(
 
     `queries` is `[Hq, n, D]`, `keys` `[H, T, D]`, `first_local_block` int64 `[n]`.
     """
-    lower, upper = block_bounds(keys, block_size)
-    kv_heads, completed, dim = lower.shape
+    midpoint, half_range = block_bounds(keys, block_size)
+    kv_heads, completed, dim = midpoint.shape
     count = queries.shape[1]
     grouped = queries.reshape(kv_heads, -1, dim)
-    # max(q * lower, q * upper) is q * upper where q >= 0 and q * lower where q < 0, because lower <= upper.
-    bounds = grouped.clamp(min=0) @ upper.mT + grouped.clamp(max=0) @ lower.mT
+    bounds = grouped @ midpoint.mT + grouped.abs() @ half_range.mT
     bounds = scaling * bounds.reshape(kv_heads, -1, count, completed)
 
     block = torch.arange(completed)

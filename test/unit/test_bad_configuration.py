@@ -56,6 +56,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_dense_layers", "-1"),
     ("lookahead_kv_dense_layers", "0;1"),
     ("lookahead_kv_dense_layers", "first"),
+    ("lookahead_kv_summary_dtype", "fp8"),
+    ("lookahead_kv_summary_dtype", 4),
     ("lookahead_kv_dense_layers", "1.5"),
     ("lookahead_kv_dense_layers", "²"),
     ("lookahead_kv_dense_layers", [-1]),
@@ -91,11 +93,12 @@ def test_every_knob_has_a_refused_value() -> None:
     assert {knob.name for knob in KNOBS} == looked_up | {name for name, _ in OUT_OF_RANGE + NOT_YET}
 
 
-def test_the_defaults_are_those_of_the_papers() -> None:
+def test_the_defaults_are_those_of_the_papers_and_of_our_own_selector_study() -> None:
     config = LookaheadKVConfig.from_flags({})
     assert (config.selected_blocks, config.block_size, config.fetch_ratio) == (128, 16, 0.05)
-    assert (config.recent_blocks, config.sink_blocks, config.dense_layers) == (1, 0, ())
-    assert (config.source, config.miss_policy, config.selector) == ("last-query", "drop", "minmax")
+    assert (config.recent_blocks, config.sink_blocks, config.dense_layers) == (1, 1, ())
+    assert (config.source, config.miss_policy) == ("last-query", "drop")
+    assert (config.selector, config.summary_dtype) == ("midrange", "int4")
     assert config.host_gb is config.device_gb is None
 
 

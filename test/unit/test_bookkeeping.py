@@ -71,6 +71,8 @@ class Schedule(RuleBasedStateMachine):
                 "lookahead_kv_fetch_ratio": ratio,
                 "lookahead_kv_miss_policy": policy,
                 "lookahead_kv_dense_layers": dense,
+                "lookahead_kv_selector": "minmax",
+                "lookahead_kv_summary_dtype": "bf16",
             },
             BLOCK,
         )
@@ -282,7 +284,7 @@ class ScheduleOnTorch(Schedule):
 TestSchedule = Schedule.TestCase
 TestScheduleOnTorch = ScheduleOnTorch.TestCase
 TestSchedule.settings = TestScheduleOnTorch.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -333,7 +335,9 @@ def test_a_reused_row_does_not_serve_its_previous_request() -> None:
 
 def test_draft_tokens_are_overwritten_and_never_summarised() -> None:
     """Tokens beyond the committed length land in local slots; the next commit overwrites them; no summary sees them."""
-    config = LookaheadKVConfig.from_flags({"lookahead_kv_budget_tokens": 2 * BLOCK}, BLOCK)
+    config = LookaheadKVConfig.from_flags(
+        {"lookahead_kv_budget_tokens": 2 * BLOCK, "lookahead_kv_sink_tokens": 0}, BLOCK
+    )
     layout = TierLayout.of(
         config,
         num_layers=1,

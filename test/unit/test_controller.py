@@ -41,6 +41,7 @@ class Rig:
                 "lookahead_kv_budget_tokens": 3 * BLOCK,
                 "lookahead_kv_fetch_ratio": 1.0,
                 "lookahead_kv_selector": "gated",
+                "lookahead_kv_sink_tokens": 0,
             },
             BLOCK,
         )

@@ -88,7 +88,7 @@ def divide(free: int, *, gpu: int | None = None, ranks: int = 1, **flags: float)
 
 
 def test_automatic_sizes_share_what_is_free_between_the_ranks() -> None:
-    assert divide(8000, ranks=2) == (2000, 2000 * 512 // (512 + 32), 1000)
+    assert divide(8000, ranks=2) == (2000, 2000 * 512 // (512 + 12), 1000)
     assert divide(8000, gpu=777).device_bytes == 777
 
 

@@ -125,9 +125,11 @@ def naive_scores(
                 for block in range(local):
                     total = 0.0
                     for d in range(keys.shape[2]):
-                        column = keys[h, block * BLOCK : (block + 1) * BLOCK, d].bfloat16()
+                        column = keys[h, block * BLOCK : (block + 1) * BLOCK, d]
+                        midpoint = float(((column.min() + column.max()) / 2).bfloat16())
+                        half_range = float(((column.max() - column.min()) / 2).bfloat16())
                         q = float(queries[g, i, d])
-                        total += max(q * float(column.min()), q * float(column.max()))
+                        total += max(q * (midpoint - half_range), q * (midpoint + half_range))
                     bounds.append(math.exp(total * scaling))
                 mean = [m + b / sum(bounds) / group for m, b in zip(mean, bounds, strict=True)]
             per_head.append(mean)

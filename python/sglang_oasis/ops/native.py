@@ -35,8 +35,7 @@ def kernels() -> Any:
 def load() -> Any:
     """Build the kernels if they are not in the cache, and load them; None, and a warning, where that is impossible.
 
-    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out; `SGLANG_OASIS_CPU_CFLAGS` has more flags for the compiler and the
-    linker, as `scripts/sanitize.sh` needs them.
+    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out.
     """
     global _module, _attempted
     if not _attempted:
@@ -58,11 +57,10 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "sgl-kernel-ext" / "csrc" / "cpu"
 
 
-def build(cflags: tuple[str, ...] = CFLAGS, ldflags: tuple[str, ...] = ()) -> Path:
+def build() -> Path:
     """Compile the kernels unless the cache has them.
 
-    Args:
-        cflags, ldflags: of the compiler and the linker; part of the cache key.
+    `SGLANG_OASIS_CPU_CFLAGS` has more flags for the compiler and the linker, as `scripts/sanitize.sh` needs them.
 
     Returns:
         The shared library.
@@ -72,7 +70,8 @@ def build(cflags: tuple[str, ...] = CFLAGS, ldflags: tuple[str, ...] = ()) -> Pa
     """
     import tvm_ffi.cpp
 
-    folder = _cache_folder() / _key((*cflags, *ldflags))
+    extra = os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split()
+    folder = _cache_folder() / _key((*CFLAGS, *extra))
     library = folder / f"{NAME}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
@@ -82,8 +81,8 @@ def build(cflags: tuple[str, ...] = CFLAGS, ldflags: tuple[str, ...] = ()) -> Pa
             made = tvm_ffi.cpp.build(
                 NAME,
                 cpp_files=sorted(str(file) for file in sources.glob("*.cpp")),
-                extra_cflags=list(cflags),
-                extra_ldflags=list(ldflags),
+                extra_cflags=[*CFLAGS, *extra],
+                extra_ldflags=extra,
                 extra_include_paths=[str(sources)],
                 build_directory=str(folder / "build"),
             )
@@ -97,8 +96,7 @@ def _load() -> Any:
     try:
         import tvm_ffi
 
-        extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
-        library = build((*CFLAGS, *extra), extra)
+        library = build()
     except (ImportError, OSError, RuntimeError) as error:
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"

@@ -1,0 +1,650 @@
+"""Every C++ kernel equals its plain-torch reference, on every instruction set of this machine.
+
+`OASIS_KERNEL_EXAMPLES` is the number of random cases per test: fewer where the kernels are slow (scripts/sanitize.sh).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sglang_oasis.lookahead.pipeline import LookaheadPipeline, NativePipeline, PredictionStep, TorchPipeline
+from sglang_oasis.lookahead.selector import BoundSelector
+from sglang_oasis.ops import cpu, native
+from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, graduate_blocks, select_blocks
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise, summarise_pages
+from sglang_oasis.ops.tokens import store_tokens
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+REPO = Path(__file__).resolve().parents[2]
+EXAMPLES = int(os.environ.get("OASIS_KERNEL_EXAMPLES", "100"))
+THREADS = 3
+NOBODY = -(10**6)
+"""An index nobody may follow."""
+
+many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+HEAD_DIMS = st.integers(1, 16).map(lambda n: 16 * n)
+BLOCK_SIZES = st.sampled_from([8, 16, 32])
+SEEDS = st.integers(0, 10_000)
+FORMATS = pytest.mark.parametrize("fmt", SUMMARY_FORMATS.values(), ids=SUMMARY_FORMATS)
+LAYOUTS = pytest.mark.parametrize("by_row", [True, False], ids=["resident", "pages"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> Iterator[Any]:
+    """The kernels, on several threads; torch, which only computes references here, on one."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    was_loaded, threads = native.kernels() is not None, torch.get_num_threads()
+    module = native.load()
+    assert module is not None
+    module.set_threads(THREADS)
+    torch.set_num_threads(1)
+    yield module
+    module.set_threads(threads)
+    torch.set_num_threads(threads)
+    if not was_loaded:
+        native.unload()
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Heads(NamedTuple):
+    """Shapes of one attention layer."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+
+
+HEADS = st.builds(Heads, st.integers(1, 3), st.integers(1, 8), HEAD_DIMS, BLOCK_SIZES)
+
+
+@dataclass
+class AttentionCase:
+    """Arguments of paged_attention; K and V of no token of a sequence are NaN."""
+
+    query: Tensor
+    blocks: Tensor
+    rows: Tensor
+    slots: Tensor
+    kv_lengths: Tensor
+    query_starts: Tensor
+    scale: float
+
+    def of_kernel(self) -> Tensor:
+        out = paged_attention(*vars(self).values())
+        assert out.shape == self.query.shape
+        assert out.dtype == self.query.dtype
+        return out
+
+    def check(self, tolerance: float) -> None:
+        """Within `tolerance` of the float32 reference, relative to the attention-weighted mean of |V|."""
+        single = {**vars(self), "query": self.query.float(), "blocks": self.blocks.float()}
+        exact = paged_attention.reference(**single)
+        single["blocks"] = torch.stack([single["blocks"][..., 0, :, :], single["blocks"][..., 1, :, :].abs()], dim=-3)
+        bound = paged_attention.reference(**single) * tolerance + 1e-6
+        error = (self.of_kernel().float() - exact).abs()
+        assert (error <= bound).all(), f"{(error / bound).max():.3g} times the bound"
+
+    def alone(self, i: int) -> AttentionCase:
+        """The same with sequence i only."""
+        tokens = slice(int(self.query_starts[i]), int(self.query_starts[i + 1]))
+        starts = torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32)
+        where = (x[i : i + 1] for x in (self.rows, self.slots, self.kv_lengths))
+        return AttentionCase(self.query[tokens], self.blocks, *where, starts, self.scale)
+
+
+def attention_case(
+    heads: Heads, sequences: list[tuple[int, int]], dtype: torch.dtype, by_row: bool, seed: int, scale: float
+) -> AttentionCase:
+    """Sequences of (tokens before the query tokens, query tokens), in slots that are anywhere."""
+    rng = generator(seed)
+    kv_heads, group, dim, block_size = heads
+    lengths = [prefix + new for prefix, new in sequences]
+    used = [-(-length // block_size) for length in lengths]
+    width = max(used) + 2
+    chunk = (2, block_size, dim)
+    rows = torch.randperm(len(sequences) + 1, generator=rng)[: len(sequences)]
+    slots = torch.full((len(sequences), width), NOBODY, dtype=torch.int32)
+    pages = torch.randperm(sum(used) + 2, generator=rng).int()
+    shape = (len(sequences) + 1, kv_heads, width, *chunk) if by_row else (sum(used) + 2, kv_heads, *chunk)
+    blocks = torch.full(shape, float("nan"), dtype=dtype)
+    for i, count in enumerate(used):
+        slots[i, :count] = (torch.randperm(width, generator=rng) if by_row else pages)[:count]
+        pages = pages if by_row else pages[count:]
+        chunks = torch.randn((kv_heads, count, *chunk), generator=rng)
+        if lengths[i] % block_size:
+            chunks[:, -1, :, lengths[i] % block_size :] = float("nan")
+        if by_row:
+            blocks[rows[i], :, slots[i, :count]] = chunks.to(dtype)
+        else:
+            blocks[slots[i, :count]] = chunks.to(dtype).transpose(0, 1)
+    starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0).int()
+    fused = torch.randn((int(starts[-1]), (group + 2) * kv_heads, dim), generator=rng).to(dtype)
+    return AttentionCase(fused[:, : group * kv_heads], blocks, rows, slots, torch.tensor(lengths).int(), starts, scale)
+
+
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.float16: 2**-11 + 1e-4,  # the result is rounded
+    torch.bfloat16: 2 * 2**-8 + 1e-4,  # the result is rounded, and so may the softmax weights be
+}
+SCALES = st.floats(0.02, 0.25)
+PREFIXES = st.one_of(st.integers(0, 70), st.integers(0, 600), st.integers(500, 1300))
+DECODE = st.lists(st.tuples(PREFIXES, st.integers(0, 8)), min_size=1, max_size=4)
+EXTEND = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 200)), min_size=1, max_size=2)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("sequences", [DECODE, EXTEND], ids=["decode", "extend"])
+@many
+@given(data=st.data(), heads=HEADS, dtype=DTYPES, scale=SCALES, seed=SEEDS)
+def test_attention(
+    by_row: bool,
+    sequences: st.SearchStrategy[list[tuple[int, int]]],
+    data: st.DataObject,
+    heads: Heads,
+    dtype: torch.dtype,
+    scale: float,
+    seed: int,
+) -> None:
+    attention_case(heads, data.draw(sequences), dtype, by_row, seed, scale).check(TOLERANCE[dtype])
+
+
+@many
+@given(heads=HEADS, sequences=DECODE, seed=SEEDS, query=DTYPES, stored=DTYPES)
+def test_attention_of_queries_of_another_dtype(
+    heads: Heads, sequences: list[tuple[int, int]], seed: int, query: torch.dtype, stored: torch.dtype
+) -> None:
+    case = attention_case(heads, sequences, stored, True, seed, 0.1)
+    case.query = case.query.to(query)
+    case.check(0.02)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("length", [511, 512, 513, 1024, 1025, 1100])
+@pytest.mark.parametrize("new", [1, 8, 70])
+def test_attention_where_the_key_ranges_meet(dtype: torch.dtype, length: int, new: int) -> None:
+    """Some query tokens see nothing of the last range."""
+    attention_case(Heads(2, 2, 64, 16), [(length - new, new)], dtype, False, length, 0.2).check(TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("group", [1, 3, 64, 65, 80])
+def test_attention_of_groups_that_fill_a_piece_of_work(group: int) -> None:
+    attention_case(Heads(1, group, 32, 8), [(70, 3), (0, 3)], torch.float32, True, group, 0.2).check(2e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_key_that_scores_far_above_the_others_gets_all_the_weight(dtype: torch.dtype) -> None:
+    for position in (0, 63, 64, 700, 1299):
+        case = attention_case(Heads(1, 4, 64, 16), [(1299, 1)], dtype, False, position, 10.0)
+        chunk = case.blocks[int(case.slots[0, position // 16]), 0, :, position % 16]
+        chunk[0] = 20 * case.query[0, 0]
+        assert torch.equal(case.of_kernel()[0, 0], chunk[1])
+
+
+def test_rounded_weights_are_neither_too_large_nor_too_small_on_average() -> None:
+    case = attention_case(Heads(1, 4, 64, 16), [(1279, 1)], torch.bfloat16, False, 0, 0.1)
+    case.blocks[..., 1, :, :] = 1
+    case.query = case.query.float()
+    torch.testing.assert_close(case.of_kernel(), torch.ones_like(case.query), atol=5e-4, rtol=0)
+
+
+@many
+@given(heads=HEADS, sequences=DECODE, dtype=DTYPES, seed=SEEDS)
+def test_a_sequence_gets_the_same_bits_alone_in_any_layout_on_any_number_of_threads(
+    kernels: Any, heads: Heads, sequences: list[tuple[int, int]], dtype: torch.dtype, seed: int
+) -> None:
+    case = attention_case(heads, sequences, dtype, True, seed, 0.1)
+    together = case.of_kernel()
+    kernels.set_threads(1)
+    try:
+        alone = [case.alone(i) for i in range(len(sequences))]
+        assert torch.equal(together, torch.cat([one.of_kernel() for one in alone]))
+        for one in alone:
+            one.blocks = case.blocks[int(one.rows)].transpose(0, 1).contiguous()
+        assert torch.equal(together, torch.cat([one.of_kernel() for one in alone]))
+    finally:
+        kernels.set_threads(THREADS)
+
+
+def test_heads_that_the_kernels_cannot_serve_are_left_to_the_reference() -> None:
+    for dim in (24, 528):
+        case = attention_case(Heads(2, 2, dim, 8), [(20, 2)], torch.float32, True, dim, 0.1)
+        assert torch.equal(case.of_kernel(), paged_attention.reference(*vars(case).values()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"kv_lengths": torch.tensor([22])}, "kv_lengths must be contiguous int32"),
+        ({"slots": torch.zeros(2, 5).int()}, "must agree on the number of sequences"),
+        ({"query": torch.zeros(2, 3, 32)}, "multiple of KV heads"),
+        ({"query": torch.zeros(2, 4, 16)}, "must be contiguous vectors|tokens must be"),
+        ({"query": torch.zeros(2, 4, 32, dtype=torch.float64)}, "dtype must be float32, float16 or bfloat16"),
+        ({"blocks": torch.zeros(3, 2, 2, 32, 8).transpose(-1, -2)}, "one contiguous chunk"),
+    ],
+)
+def test_wrong_arguments_are_refused(argument: dict[str, Tensor], message: str) -> None:
+    case = attention_case(Heads(2, 2, 32, 8), [(20, 2)], torch.float32, False, 0, 0.1)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*{**vars(case), **argument}.values())
+
+
+def special_floats(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    """Floats of all magnitudes, halfway cases of rounding among them, infinities and zeros."""
+    bits = torch.randint(-(2**31), 2**31, shape, generator=rng)
+    bits = torch.where(torch.rand(shape, generator=rng) < 0.3, bits & ~0xFFFF | 0x8000, bits)
+    bits = torch.where(torch.rand(shape, generator=rng) < 0.3, bits & ~0x1FFF | 0x1000, bits)
+    any_magnitude = bits.int().view(torch.float32)
+    sample = torch.where(torch.rand(shape, generator=rng) < 0.5, any_magnitude, torch.randn(shape, generator=rng))
+    of_float16 = torch.randn(shape, generator=rng) * 2.0 ** torch.randint(-26, 18, shape, generator=rng)
+    return torch.where(torch.rand(shape, generator=rng) < 0.5, sample, of_float16)
+
+
+@LAYOUTS
+@many
+@given(heads=HEADS, tokens=st.integers(0, 150), given_as=DTYPES, stored_as=DTYPES, seed=SEEDS)
+def test_store_tokens(
+    by_row: bool, heads: Heads, tokens: int, given_as: torch.dtype, stored_as: torch.dtype, seed: int
+) -> None:
+    rng = generator(seed)
+    kv_heads, group, dim, block_size = heads
+    fused = special_floats((tokens, (group + 2) * kv_heads, dim), rng).to(given_as)
+    keys, values = fused[:, -2 * kv_heads : -kv_heads], fused[:, -kv_heads:].contiguous()
+    slots = -(-tokens // block_size) + 1
+    shape = (2, kv_heads, slots, 2, block_size, dim) if by_row else (slots, kv_heads, 2, block_size, dim)
+    expected = torch.randn(shape, generator=rng).to(stored_as)
+    got = expected.clone()
+    rows = torch.randint(2, (tokens,), generator=rng) if by_row else None
+    positions = torch.randperm(slots * block_size, generator=rng)[:tokens]
+    store_tokens.reference(expected, rows, positions, keys, values)
+    store_tokens(got, rows, positions, keys, values)
+    bits = torch.int32 if stored_as == torch.float32 else torch.int16
+    same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
+    assert same.all()
+
+
+@FORMATS
+@many
+@given(
+    heads=HEADS, dtype=DTYPES, pages=st.integers(0, 40), magnitude=st.sampled_from([0.0, 1e-3, 1.0, 50.0]), seed=SEEDS
+)
+def test_summarise_pages(
+    fmt: SummaryFormat, heads: Heads, dtype: torch.dtype, pages: int, magnitude: float, seed: int
+) -> None:
+    rng = generator(seed)
+    kv_heads, _, dim, block_size = heads
+    host_kv = (torch.randn((pages + 3, kv_heads, 2, block_size, dim), generator=rng) * magnitude + 0.0).to(dtype)
+    host_kv[::5, :, 0, 1:] = host_kv[::5, :, 0, :1]  # ranges of zero
+    chosen = torch.randperm(pages + 3, generator=rng)[:pages]
+    expected = torch.full((pages + 3, kv_heads, fmt.record_bytes(dim)), 77, dtype=torch.uint8)
+    got = expected.clone()
+    summarise_pages.reference(host_kv, chosen, fmt, expected)
+    summarise_pages(host_kv, chosen, fmt, got)
+    assert torch.equal(got, expected)
+
+
+@FORMATS
+@many
+@given(
+    heads=HEADS,
+    dtype=DTYPES,
+    entries=st.integers(1, 3),
+    queries=st.integers(1, 4),
+    blocks=st.integers(1, 70),
+    tightness=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=SEEDS,
+)
+def test_block_scores(
+    fmt: SummaryFormat,
+    heads: Heads,
+    dtype: torch.dtype,
+    entries: int,
+    queries: int,
+    blocks: int,
+    tightness: float,
+    seed: int,
+) -> None:
+    rng = generator(seed)
+    kv_heads, group, dim, _ = heads
+    records = summarise(torch.randn((entries, kv_heads, blocks + 2, 8, dim), generator=rng), fmt)[:, :, :blocks]
+    candidates = torch.randint(1, blocks + 1, (entries,), generator=rng)
+    query = torch.randn((entries, queries, kv_heads * group, dim), generator=rng).to(dtype)
+    arguments = query, records, fmt, candidates, 0.2, tightness
+    expected, got = block_scores.reference(*arguments), block_scores(*arguments)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-8)
+
+
+class LayerCase(NamedTuple):
+    """A layer of the resident tier in which every selected slot is occupied, and its host pages."""
+
+    blocks: Tensor
+    maps: Maps
+    host_kv: Tensor
+    pages: Tensor
+
+    def clone(self) -> LayerCase:
+        return LayerCase(self.blocks.clone(), Maps(*(m.clone() for m in self.maps)), self.host_kv, self.pages)
+
+    def same_as(self, other: LayerCase) -> bool:
+        pairs = zip((self.blocks, *self.maps), (other.blocks, *other.maps), strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+def occupied_maps(num_rows: int, kv_heads: int, selected: int, logical: int, rng: torch.Generator) -> Maps:
+    """Selected slots with random blocks, selected in steps 0 to 3."""
+    order = torch.rand((num_rows, kv_heads, logical), generator=rng).argsort(-1)
+    head_map = order[..., :selected].int().contiguous()
+    slots = torch.arange(selected).expand(num_rows, kv_heads, selected).int()
+    slot_of = torch.full((num_rows, kv_heads, logical), -1, dtype=torch.int32)
+    slot_of.scatter_(-1, head_map.long(), slots)
+    ages = torch.randint(0, 4, head_map.shape, generator=rng, dtype=torch.int32)
+    return Maps(head_map, ages, slot_of)
+
+
+def layer_case(heads: Heads, selected: int, logical: int, dtype: torch.dtype, seed: int) -> LayerCase:
+    rng = generator(seed)
+    num_rows, chunk = 3, (2, heads.block_size, heads.head_dim)
+    return LayerCase(
+        torch.randn((num_rows, heads.kv_heads, selected + 2, *chunk), generator=rng).to(dtype),
+        occupied_maps(num_rows, heads.kv_heads, selected, logical, rng),
+        torch.randn((2 * logical, heads.kv_heads, *chunk), generator=rng).to(dtype),
+        torch.stack([torch.randperm(2 * logical, generator=rng)[:logical] for _ in range(num_rows)]).int(),
+    )
+
+
+BUDGETS = st.tuples(st.integers(1, 40), st.integers(0, 40)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@many
+@given(
+    budget=BUDGETS,
+    kv_heads=st.integers(1, 3),
+    cap=st.integers(1, 45),
+    distinct=st.sampled_from([1, 3, 10, 10**6]),
+    sinks=st.integers(0, 3),
+    seed=SEEDS,
+)
+def test_select_blocks(budget: tuple[int, int], kv_heads: int, cap: int, distinct: int, sinks: int, seed: int) -> None:
+    """Few distinct scores make ties; infinite scores are what sinks have."""
+    selected, logical = budget
+    rng = generator(seed)
+    maps = occupied_maps(3, kv_heads, selected, logical, rng)
+    rows = torch.randperm(3, generator=rng)[:2]
+    candidates = torch.randint(selected, logical + 1, (2,), generator=rng)
+    scores = torch.randint(-distinct, distinct, (2, kv_heads, int(candidates.max())), generator=rng) + 0.5
+    scores[..., :sinks] = float("inf")
+    scores.masked_fill_((torch.arange(scores.shape[-1]) >= candidates[:, None])[:, None], float("-inf"))
+    other = Maps(*(m.clone() for m in maps))
+    expected = select_blocks.reference(scores, candidates, rows, maps, 7, cap)
+    got = select_blocks(scores, candidates, rows, other, 7, cap)
+    assert torch.equal(got.blocks, expected.blocks)
+    assert torch.equal(got.slots, expected.slots)
+    assert got.deferred == expected.deferred
+    assert all(torch.equal(a, b) for a, b in zip(maps, other, strict=True))
+
+
+@many
+@given(heads=HEADS, budget=BUDGETS, dtype=DTYPES, seed=SEEDS)
+def test_admit_blocks(heads: Heads, budget: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
+    selected, logical = budget
+    case, rng = layer_case(heads, selected, logical, dtype, seed), generator(seed)
+    rows = torch.randperm(3, generator=rng)[:2]
+    width = max(1, min(selected, logical - selected))
+    blocks, slots = torch.full((2, 2, heads.kv_heads, width), -1, dtype=torch.int32)
+    for entry, head in torch.cartesian_prod(torch.arange(2), torch.arange(heads.kv_heads)).tolist():
+        absent = (case.maps.slot_of[rows[entry], head] < 0).nonzero().flatten().int()
+        count = int(torch.randint(0, min(width, len(absent)) + 1, (1,), generator=rng))
+        blocks[entry, head, :count] = absent[torch.randperm(len(absent), generator=rng)[:count]]
+        slots[entry, head, :count] = torch.randperm(selected, generator=rng)[:count].int()
+    other = case.clone()
+    for op, (resident, maps, host_kv, pages) in ((admit_blocks.reference, case), (admit_blocks, other)):
+        op(resident, maps, host_kv, pages[rows], rows, Admissions(blocks, slots, 0), 7)
+    assert other.same_as(case)
+
+
+@many
+@given(heads=HEADS, budget=BUDGETS, dtype=DTYPES, graduates=st.integers(0, 3), seed=SEEDS)
+def test_graduate_blocks(heads: Heads, budget: tuple[int, int], dtype: torch.dtype, graduates: int, seed: int) -> None:
+    selected, logical = budget
+    case, rng = layer_case(heads, selected, logical, dtype, seed), generator(seed)
+    rows = torch.randperm(3, generator=rng)[:graduates]
+    blocks = torch.randint(0, logical, (graduates,), generator=rng)
+    local_slots = selected + torch.randint(0, 2, (graduates,), generator=rng)
+    other = case.clone()
+    for op, (resident, maps, *_) in ((graduate_blocks.reference, case), (graduate_blocks, other)):
+        op(resident, maps, rows, blocks, local_slots, 7)
+    assert other.same_as(case)
+
+
+@dataclass
+class Tiers:
+    """Both tiers, full of random tokens, and what a decode step needs of their rows."""
+
+    tier: ResidentTier
+    host: HostPool
+    pages: Tensor
+    heads: Heads
+    rng: torch.Generator
+
+    @classmethod
+    def random(
+        cls, heads: Heads, budget: tuple[int, int], fmt: SummaryFormat, dtype: torch.dtype, seed: int, layers: int = 2
+    ) -> Tiers:
+        """Three rows; one host page per block, and one more for each row and layer."""
+        selected, logical = budget
+        kv_heads, _, dim, block_size = heads
+        layout = TierLayout(
+            num_layers=layers,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            dtype=dtype,
+            block_size=block_size,
+            selected_blocks=(selected,) * layers,
+            recent_blocks=1,
+            sink_blocks=seed % 2,
+            max_blocks=logical,
+            summary_format=fmt,
+        )
+        rng, num_pages = generator(seed), 3 * logical + 3
+        host = HostPool(
+            num_pages=num_pages,
+            num_layers=layers,
+            kv_heads=kv_heads,
+            block_size=block_size,
+            head_dim=dim,
+            dtype=dtype,
+            summary_format=fmt,
+        )
+        tier = ResidentTier(layout, 3, torch.device("cpu"))
+        pages = torch.randperm(num_pages, generator=rng)[: 3 * logical].view(3, logical).int()
+        for layer, kv, summaries in zip(tier.layers, host.kv, host.summaries, strict=True):
+            kv.copy_(torch.randn(kv.shape, generator=rng))
+            summarise_pages.reference(kv, torch.arange(num_pages), fmt, summaries)
+            for held, value in zip(layer.maps, occupied_maps(3, kv_heads, selected, logical, rng), strict=True):
+                held.copy_(value)
+            for row in range(3):
+                page = pages[row].long()
+                layer.summaries[row] = summaries[page].transpose(0, 1)
+                block = layer.head_map[row].long()
+                layer.blocks[row, :, :selected] = kv[page[block], torch.arange(kv_heads)[:, None]]
+        return cls(tier, host, pages, heads, rng)
+
+    @property
+    def budget(self) -> tuple[int, int]:
+        return self.tier.layout.selected_blocks[0], self.tier.layout.max_blocks
+
+    def step(self, number: int) -> PredictionStep:
+        """Rows of a batch in any order, some of which exceed the budget."""
+        rows = torch.randperm(3, generator=self.rng)
+        entries = torch.randperm(3, generator=self.rng)[: 1 + number % 3].sort().values
+        candidates = torch.randint(self.budget[0], self.budget[1] + 1, entries.shape, generator=self.rng)
+        return PredictionStep(number, entries, rows[entries], candidates, self.pages[rows])
+
+    def query(self, dtype: torch.dtype) -> Tensor:
+        kv_heads, group, dim, _ = self.heads
+        return torch.randn((3, (group + 2) * kv_heads, dim), generator=self.rng).to(dtype)[:, : group * kv_heads]
+
+    def same_as(self, other: Tiers) -> bool:
+        return all(
+            torch.equal(a, b)
+            for mine, theirs in zip(self.tier.layers, other.tier.layers, strict=True)
+            for a, b in zip((mine.blocks, *mine.maps), (theirs.blocks, *theirs.maps), strict=True)
+        )
+
+    def copy(self) -> Tiers:
+        tier = copy.deepcopy(self.tier)
+        return Tiers(tier, self.host, self.pages, self.heads, self.rng.clone_state())
+
+
+def run_both(tiers: Tiers, drive: Any) -> tuple[Tiers, tuple[int, ...], tuple[int, ...]]:
+    """Drive a native pipeline over the tiers and one of plain torch over a copy; returns the copy and both's results.
+
+    Args:
+        tiers: for the native one.
+        drive: called with tiers and their pipeline, returns counts.
+    """
+    twin, selector = tiers.copy(), BoundSelector(0.5)
+    native_pipeline = NativePipeline(tiers.tier, tiers.host, selector)
+    got = drive(tiers, native_pipeline)
+    got += native_pipeline.statistics()[:2]
+    native_pipeline.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "kernels", lambda: None)
+        torch_pipeline = TorchPipeline(twin.tier, twin.host, selector)
+        expected = drive(twin, torch_pipeline)
+        expected += torch_pipeline.statistics()[:2]
+        torch_pipeline.close()
+    return twin, got, expected
+
+
+SMALL_HEADS = st.builds(Heads, st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 32, 48, 64]), st.just(8))
+SMALL_BUDGETS = st.tuples(st.integers(2, 12), st.integers(1, 30)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@FORMATS
+@many
+@given(heads=SMALL_HEADS, budget=SMALL_BUDGETS, dtype=DTYPES, cap=st.integers(1, 12), seed=SEEDS)
+def test_the_native_pipeline_does_what_the_torch_pipeline_does(
+    fmt: SummaryFormat, heads: Heads, budget: tuple[int, int], dtype: torch.dtype, cap: int, seed: int
+) -> None:
+    def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
+        fetched = []
+        for number in range(4, 8):
+            pipeline.begin_step(tiers.step(number))
+            queries = [tiers.query(dtype) for _ in tiers.tier.layers]
+            if number % 2:
+                fetched += [pipeline.run(layer, query, 0.2, budget[0]) for layer, query in enumerate(queries)]
+                continue
+            for layer, query in enumerate(queries):
+                pipeline.submit(layer, query, 0.2, cap)
+                query.fill_(float("nan"))  # whoever submits may use the memory again
+            pipeline.drain()
+        return tuple(fetched)
+
+    tiers = Tiers.random(heads, budget, fmt, dtype, seed)
+    twin, got, expected = run_both(tiers, drive)
+    assert got == expected
+    assert tiers.same_as(twin)
+
+
+def test_decode_steps_while_the_pipeline_works_give_what_they_give_one_after_another(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the product does: a layer waits for its own task, writes, attends and submits; other layers' tasks go on."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)  # three threads of the pipeline
+    heads, budget, dtype, layers = Heads(2, 2, 64, 16), (8, 40), torch.bfloat16, 4
+    kv_heads, _, dim, block_size = heads
+    outputs: list[list[Tensor]] = []
+
+    def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
+        attended = []
+        spare = torch.tensor(sorted({*range(tiers.host.num_pages)} - {*tiers.pages.flatten().tolist()}))
+        rows = torch.arange(3)
+        slots = torch.arange(budget[0] + 1).expand(3, -1).int().contiguous()
+        lengths = torch.full((3,), budget[0] * block_size + 1, dtype=torch.int32)
+        for number in range(4, 4 + EXAMPLES):
+            step = tiers.step(number)
+            offset = number % block_size
+            for layer, resident in enumerate(tiers.tier.layers):
+                key, value = torch.randn((2, 3, kv_heads, dim), generator=tiers.rng).to(dtype)
+                query = tiers.query(dtype)
+                pipeline.wait(layer)
+                if layer == 0:
+                    pipeline.begin_step(step)
+                tiers.host.write(layer, spare * block_size + offset, key, value)
+                resident.write_tokens(rows, torch.full((3,), budget[0] * block_size), key, value)
+                if offset == block_size - 1:
+                    tiers.host.summarise(layer, spare)
+                where = rows, slots, lengths, torch.arange(4, dtype=torch.int32)
+                attended.append(paged_attention(query, resident.blocks, *where, 0.1))
+                if number % 7 == 0:
+                    pipeline.run(layer, query, 0.1, budget[0])
+                else:
+                    pipeline.submit(layer, query, 0.1, 1 + number % 4)
+        pipeline.drain()
+        outputs.append(attended)
+        return ()
+
+    tiers = Tiers.random(heads, budget, SUMMARY_FORMATS["int8"], dtype, 3, layers)
+    twin, got, expected = run_both(tiers, drive)
+    assert got == expected
+    assert tiers.same_as(twin)
+    for native_output, torch_output in zip(*outputs, strict=True):
+        torch.testing.assert_close(native_output, torch_output, atol=2e-2, rtol=2e-2)
+
+
+def test_closing_finishes_what_is_under_way() -> None:
+    tiers = Tiers.random(Heads(1, 1, 16, 8), (4, 30), SUMMARY_FORMATS["bf16"], torch.float32, 0)
+
+    def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
+        pipeline.begin_step(tiers.step(4))
+        for layer in range(2):
+            pipeline.submit(layer, tiers.query(torch.float32), 0.2, 4)
+        pipeline.close()
+        return ()
+
+    twin = tiers.copy()
+    drive(tiers, NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5)))
+    drive(twin, TorchPipeline(twin.tier, twin.host, BoundSelector(0.5)))
+    assert tiers.same_as(twin)
+
+
+@pytest.mark.skipif("SGLANG_OASIS_CPU_ISA" in os.environ, reason="one instruction set was asked for")
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
+def test_other_instruction_sets_too(kernels: Any, isa: str) -> None:
+    """The choice is made once per process, so each gets its own."""
+    if isa == kernels.instruction_set():
+        pytest.skip("all other tests ran on it")
+    environment = {**os.environ, "SGLANG_OASIS_CPU_ISA": isa, "OASIS_KERNEL_EXAMPLES": str(max(1, EXAMPLES // 5))}
+    choice = "from sglang_oasis.ops import native; print(native.load().instruction_set())"
+    chosen = subprocess.run([sys.executable, "-c", choice], env=environment, capture_output=True, text=True)
+    if "which this machine does not run" in chosen.stderr:
+        pytest.skip("this machine does not have it")
+    assert chosen.stdout.split() == [isa], chosen.stderr
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    tests = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True)
+    assert tests.returncode == 0, tests.stdout + tests.stderr
