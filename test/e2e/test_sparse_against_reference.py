@@ -87,7 +87,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     flags = (
         *("--enable-lookahead-kv", "--dtype", "float32"),
         *("--lookahead-kv-budget-tokens", str(BUDGET_TOKENS), "--lookahead-kv-source", "last-query"),
-        *("--lookahead-kv-selector", "minmax", "--lookahead-kv-summary-dtype", "bf16", "--lookahead-kv-sink-tokens", "0"),
+        *("--lookahead-kv-selector", "minmax", "--lookahead-kv-summary-dtype", "bf16"),
+        *("--lookahead-kv-sink-tokens", "0"),
         *POLICIES[policy],
     )
     with launch_server(*flags, env={"SGLANG_OASIS_TRACE_DIR": str(trace)}) as server:

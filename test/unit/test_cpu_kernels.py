@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -615,6 +616,30 @@ def test_decode_steps_while_the_pipeline_works_give_what_they_give_one_after_ano
     assert tiers.same_as(twin)
     for native_output, torch_output in zip(*outputs, strict=True):
         torch.testing.assert_close(native_output, torch_output, atol=2e-2, rtol=2e-2)
+
+
+def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that take long enough to be met half done, several at once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    heads, budget = Heads(2, 64, 64, 8), (16, 1500)
+
+    def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
+        left = []
+        for number in range(4, 6 + EXAMPLES // 20):
+            pipeline.begin_step(tiers.step(number))
+            for layer in range(3):
+                pipeline.submit(layer, tiers.query(torch.bfloat16), 0.1, 4)
+            time.sleep(0.003)  # they begin
+            for layer, resident in enumerate(tiers.tier.layers):
+                pipeline.wait(layer)
+                left.append(int(resident.last_selected.sum()))
+                resident.blocks[:, :, budget[0] :] += 1
+        return tuple(left)
+
+    tiers = Tiers.random(heads, budget, SUMMARY_FORMATS["int4"], torch.bfloat16, 0, layers=3)
+    twin, got, expected = run_both(tiers, drive)
+    assert got == expected
+    assert tiers.same_as(twin)
 
 
 def test_closing_finishes_what_is_under_way() -> None:

@@ -14,6 +14,7 @@ def snapshot(fetched: int, active: int) -> dict[str, dict[str, float]]:
         "bytes": {"resident": 640},
         "counters": {"blocks_fetched": fetched},
         "seconds": {"stall": 0.5},
+        "step_seconds": {"model": 0.25},
     }
 
 
@@ -29,6 +30,7 @@ def test_counters_follow_the_statistics_and_gauges_replace_each_other() -> None:
     exporter.publish(snapshot(fetched=9, active=0))
     assert value("blocks_fetched_total") == 9
     assert value("stall_seconds_total") == 0.5
+    assert value("step_model_seconds_total") == 0.25
     assert value("rows_active") == 0
     assert value("rows_capacity") == 4
     assert value("host_tokens_used") == 7

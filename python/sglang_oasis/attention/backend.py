@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.clock import StepClock
 from sglang_oasis.attention.layers import check_layers, refuse_extras, split_heads
 from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
 from sglang_oasis.attention.row_observer import RowObserver
@@ -53,6 +54,7 @@ class LookaheadAttentionBackend(AttentionBackend):
     Attributes:
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
         trace: records what decode attends to, None when it is off.
+        clock: where the time of decode steps goes.
     """
 
     needs_cpu_seq_lens = True
@@ -71,6 +73,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle))
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
+        self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
         self._decode: DecodePlan | None = None
         self._prefill: PrefillPlan | None = None
@@ -138,20 +141,25 @@ class LookaheadAttentionBackend(AttentionBackend):
     ) -> Tensor:
         plan = self._decode
         assert plan is not None
-        step, scale = plan.step, layer.scaling
+        step, scale, clock = plan.step, layer.scaling, self.clock
+        clock.enter_layer()
         query, key, value = split_heads(layer, q, k, v)
         refuse_extras(layer, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
+        clock.lap("write_through")
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)
         self.controller.prepare(index, step, query, key, value, scale)
+        clock.lap("prepare")
         if self.trace is not None:
             self.trace.record(index, plan, self.tier)
         resident = self.tier.layers[index]
         out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
+        clock.lap("attention")
         self.controller.look_ahead(index, query, scale)
+        clock.lap("look_ahead")
         return out.view(q.shape)
 
     def _publish_when_due(self) -> None:
@@ -180,6 +188,7 @@ class LookaheadAttentionBackend(AttentionBackend):
             req_to_token=self._rows.req_to_token,
         )
         self.controller.begin(plan.step)
+        self.clock.begin_step()
         return plan
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:

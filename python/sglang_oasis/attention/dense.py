@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.clock import StepClock
 from sglang_oasis.attention.layers import check_layers, refuse_extras, split_heads
 from sglang_oasis.attention.plan import Sequences, plan_host
 from sglang_oasis.config import DENSE_BACKEND_NAME
@@ -30,6 +31,9 @@ class DenseAttentionBackend(AttentionBackend):
     Args:
         runner: the model runner, its pools built.
         pool: the paged pool that the runner's KV pool wraps.
+
+    Attributes:
+        clock: where the time of decode steps goes.
     """
 
     needs_cpu_seq_lens = True
@@ -42,6 +46,7 @@ class DenseAttentionBackend(AttentionBackend):
         self._first_layer = runner.token_to_kv_pool.start_layer
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._sequences: Sequences | None = None
+        self.clock = StepClock()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
@@ -51,6 +56,7 @@ class DenseAttentionBackend(AttentionBackend):
         lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
         if mode.is_decode():
             new_tokens = torch.ones(len(lengths), dtype=torch.int64)
+            self.clock.begin_step()
         elif mode.is_extend_without_speculative():
             new_tokens = torch.tensor(forward_batch.extend_seq_lens_cpu)
         else:
@@ -77,4 +83,8 @@ class DenseAttentionBackend(AttentionBackend):
         self.pool.write(index, forward_batch.out_cache_loc, key, value)
         return paged_attention(query, self.pool.kv[index], *self._sequences, layer.scaling).view(q.shape)
 
-    forward_decode = forward_extend
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.clock.enter_layer()
+        out = self.forward_extend(*args, **kwargs)
+        self.clock.lap("attention")
+        return out

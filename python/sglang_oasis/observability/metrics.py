@@ -55,6 +55,8 @@ def _counters(statistics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     yield from statistics["counters"].items()
     for stage, seconds in statistics["seconds"].items():
         yield f"{stage}_seconds", seconds
+    for part, seconds in statistics["step_seconds"].items():
+        yield f"step_{part}_seconds", seconds
 
 
 def _gauges(statistics: dict[str, Any]) -> Iterator[tuple[str, float]]:

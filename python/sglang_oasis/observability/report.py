@@ -56,6 +56,7 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
             "stalls": pipeline.stalls,
         },
         "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},
+        "step_seconds": dict(backend.clock.seconds),
         "recall": None,
     }
 

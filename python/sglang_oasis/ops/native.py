@@ -101,11 +101,13 @@ def _load() -> Any:
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"
         else:
-            reason = f"they do not build: {str(error).strip().splitlines()[-1]}"
+            lines = str(error).strip().splitlines()
+            reason = f"they do not build: {next((line for line in lines if 'error:' in line), lines[-1])}"
         logger.warning("Lookahead KV runs without its CPU kernels, on plain torch and much slower: %s.", reason)
         return None
     module = tvm_ffi.load_module(str(library))
     module.set_threads(torch.get_num_threads())
+    logger.info("CPU kernels for %s with %d threads.", module.instruction_set(), torch.get_num_threads())
     return module
 
 

@@ -1,4 +1,4 @@
-"""Adds the lookahead KV statistics to what a scheduler answers to `/server_info` and `/lookahead_kv/stats`.
+"""Adds the backends' statistics to what a scheduler answers to `/server_info` and `/lookahead_kv/stats`.
 
 Read from sglang 0.5.23:
 `managers/scheduler_components/internal_state.SchedulerInternalStateController.get_internal_state`.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_oasis.attention.backend import LookaheadAttentionBackend
+from sglang_oasis.attention.dense import DenseAttentionBackend
+from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.seams.catalogue import Seam
 
@@ -19,6 +21,9 @@ def _add_statistics(result: Any, controller: Any, request: Any) -> Any:
     backend = controller.scheduler.tp_worker.model_runner.attn_backend
     if isinstance(backend, LookaheadAttentionBackend):
         result.internal_state[STATE_KEY] = statistics(backend)
+    elif isinstance(backend, DenseAttentionBackend):
+        clock = backend.clock
+        result.internal_state[DENSE_BACKEND_NAME] = {"decode_steps": clock.steps, "step_seconds": dict(clock.seconds)}
     return result
 
 

@@ -87,7 +87,7 @@ struct ScoreArgs {
   int64_t blocks;
   float scale;
   float tightness;
-  float* scratch;  // [M, blocks rounded up to 16] and 2 * M * D more
+  float* scratch;  // as many as score_scratch_floats says
   float* scores;   // [blocks]
 };
 

@@ -31,15 +31,20 @@ float* floats(std::vector<float>& memory, int64_t count) {
 
 // Indices of the `wanted` best scores in the order of the blocks.
 void top(const float* scores, int64_t candidates, int64_t wanted, std::vector<int32_t>& blocks) {
-  blocks.clear();
   thread_local std::vector<uint32_t> keys;
   keys.resize(candidates + 16);
   const uint32_t least = kernels().threshold(scores, candidates, wanted, keys.data());
-  int64_t above = 0;
-  for (int64_t i = 0; i < candidates; ++i) above += keys[i] > least;
-  int64_t equal = wanted - above;  // of those that score exactly the threshold, the first ones
-  for (int64_t i = 0; i < candidates; ++i)
-    if (keys[i] > least || (keys[i] == least && equal-- > 0)) blocks.push_back(i);
+  int64_t equal = wanted;  // of those that score exactly the threshold, the first ones fill up
+  for (int64_t i = 0; i < candidates; ++i) equal -= keys[i] > least;
+  blocks.resize(candidates);
+  int64_t count = 0;
+  for (int64_t i = 0; i < candidates; ++i) {  // no branches: which blocks are best is hard to foresee
+    const bool tied = keys[i] == least && equal > 0;
+    equal -= tied;
+    blocks[count] = static_cast<int32_t>(i);
+    count += keys[i] > least || tied;
+  }
+  blocks.resize(count);
 }
 
 }  // namespace
@@ -92,9 +97,8 @@ void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t n
                const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, int64_t candidates,
                float scale, float tightness, int64_t sinks, float* scores) {
   const int64_t group = query_heads / pool.kv_heads, vectors = num_queries * group, dim = pool.head_dim;
-  const int64_t padded = (candidates + 15) / 16 * 16;
   thread_local std::vector<float> memory;
-  float* query = floats(memory, vectors * (2 * dim + padded));
+  float* query = floats(memory, vectors * dim + kernels().score_scratch_floats(vectors, dim, candidates));
   for (int64_t q = 0; q < num_queries; ++q)
     for (int64_t g = 0; g < group; ++g)
       kernels().read_vector(dtype, query + (q * group + g) * dim, queries, q * query_stride + (head * group + g) * dim,
