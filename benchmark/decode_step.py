@@ -70,17 +70,25 @@ class Step:
     stalls: float
 
 
-def flags_of(backend: str, options: argparse.Namespace) -> Sequence[str]:
-    tokens = max(options.batches) * (max(options.contexts) + options.steps + 64)
+def cases_of(backend: str, options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(batch, context) that the backend runs: stock SGLang is slow, and a resident tier of everything is large."""
+    cases = [(batch, context) for batch in options.batches for context in options.contexts]
+    few = backend in ("stock", "lookahead-all-resident")
+    return [case for case in cases if not few or case[0] * case[1] <= options.few_tokens]
+
+
+def flags_of(backend: str, cases: Sequence[tuple[int, int]], options: argparse.Namespace) -> Sequence[str]:
+    batch, context = (max(sizes) for sizes in zip(*cases, strict=True))
+    tokens = max(batch * (context + options.steps + 64) for batch, context in cases)
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(max(options.contexts) + 256), "--page-size", "16"),
-        *("--max-total-tokens", str(tokens), "--max-running-requests", str(max(options.batches))),
+        *("--dtype", "bfloat16", "--context-length", str(context + 256), "--page-size", "16"),
+        *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch)),
     )
     if backend == "stock":
         return (*common, "--attention-backend", "torch_native")
     if backend == "dense":
         return (*common, "--attention-backend", "oasis_cpu")
-    budget = max(options.contexts) + 256 if backend == "lookahead-all-resident" else options.budget
+    budget = context + 256 if backend == "lookahead-all-resident" else options.budget
     return (*common, "--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(budget), *options.lookahead)
 
 
@@ -141,10 +149,8 @@ def measure(server: Server, backend: str, prompts: Sequence[Sequence[int]], opti
 
 def run(backend: str, text: Sequence[int], options: argparse.Namespace) -> Iterable[Step]:
     """Every batch size and context length on one server."""
-    cases = [(batch, context) for batch in options.batches for context in options.contexts]
-    if backend == "stock":
-        cases = [case for case in cases if case[0] * case[1] <= options.stock_tokens]
-    with launch_server(*flags_of(backend, options)) as server:
+    cases = cases_of(backend, options)
+    with launch_server(*flags_of(backend, cases, options)) as server:
         for batch, context in report.progress(cases, backend):
             starts = [i * WINDOW_DISTANCE for i in range(batch)]
             yield measure(server, backend, [list(text[start : start + context]) for start in starts], options)
@@ -185,9 +191,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
     parser.add_argument("--budget", type=int, default=1024, help="budget of lookahead KV, tokens")
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--stock-tokens", type=int, default=8 * 4096, help="stock SGLang skips larger batch * context")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--few-tokens",
+        type=int,
+        default=8 * 4096,
+        help="largest batch * context of stock and of lookahead-all-resident",
+    )
     parser.add_argument("--lookahead", nargs="*", default=[], help="more flags for lookahead KV")
     parser.add_argument("--name", default="decode_step")
     options = parser.parse_args()

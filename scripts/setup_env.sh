@@ -142,4 +142,9 @@ key=$profile-$(cat requirements/*.txt pyproject.toml scripts/setup_env.sh | sha2
 guarded_once base "$key" "install_$profile"
 if $with_tests; then guarded_once test "$key" install_test; fi
 guarded link_checkout # always: a cached environment may have been linked to another checkout
+if [[ $profile == cpu ]]; then
+    say "Building the CPU kernels, unless they are cached"
+    PYTHONPATH=$repo/python "$venv/bin/python" -m sglang_oasis.ops.native ||
+        say "The CPU kernels are not there (see above); everything runs without them, slower"
+fi
 say "The $profile environment in $venv is ready"
