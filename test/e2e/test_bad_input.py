@@ -80,6 +80,7 @@ UNSUPPORTED_MODELS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 CONFLICTS: list[tuple[str, ...]] = [
+    ("--attention-backend", "oasis_cpu"),
     ("--attention-backend", "torch_native"),
     ("--prefill-attention-backend", "torch_native"),
     ("--decode-attention-backend", "torch_native"),
@@ -118,6 +119,20 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--lookahead-kv-host-gb", "1000000"): "--lookahead-kv-host-gb of 1000000.00 GB per rank is more than",
     ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
     ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
+}
+# The same for the dense backend, without lookahead KV.
+DENSE = ("--attention-backend", "oasis_cpu")
+REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
+    **{
+        conflict: f"--attention-backend oasis_cpu does not work with {' '.join(conflict)}"
+        for conflict in (
+            ("--decode-attention-backend", "torch_native"),
+            ("--enable-mixed-chunk",),
+            ("--kv-cache-dtype", "fp8_e5m2"),
+            ("--speculative-algorithm", "NGRAM"),
+        )
+    },
+    ("--lookahead-kv-miss-policy", "fetch"): "--lookahead-kv-miss-policy has no effect without --enable-lookahead-kv",
 }
 
 
@@ -229,18 +244,28 @@ def refusals(model: Path, unsupported_models: dict[str, Path]) -> dict[Any, dict
     for name, folder in unsupported_models.items():
         lines[name] = ["--model-path", str(folder), "--load-format", "dummy"]
     lines["accepted"] = ["--model-path", str(model)]
-    outcomes = resolved(*([*line, "--enable-lookahead-kv"] for line in lines.values()))
+    lines = {name: [*line, "--enable-lookahead-kv"] for name, line in lines.items()}
+    for flags in REFUSED_BY_DENSE:
+        lines["dense", *flags] = ["--model-path", str(model), *DENSE, *flags]
+    lines["dense", "accepted"] = ["--model-path", str(model), *DENSE]
+    outcomes = resolved(*lines.values())
     return dict(zip(lines, outcomes, strict=True))
 
 
 def test_without_a_conflict_nothing_is_refused(refusals: dict[Any, dict[str, Any]]) -> None:
     """Otherwise the refusals below would say nothing."""
     assert refusals["accepted"]["enable_lookahead_kv"] is True
+    assert refusals["dense", "accepted"]["enable_lookahead_kv"] is False
 
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
 def test_flags_are_refused_by_name(refusals: dict[Any, dict[str, Any]], flags: tuple[str, ...]) -> None:
     assert_refused(refusals[flags], REFUSED[flags])
+
+
+@pytest.mark.parametrize("flags", REFUSED_BY_DENSE, ids=" ".join)
+def test_flags_are_refused_by_the_dense_backend(refusals: dict[Any, dict[str, Any]], flags: tuple[str, ...]) -> None:
+    assert_refused(refusals["dense", *flags], REFUSED_BY_DENSE[flags])
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_MODELS)

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,10 +53,9 @@ def unload() -> None:
 
 
 def source_folder() -> Path:
-    """The C++ sources: inside the installed package, or in the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "csrc" / "cpu"
-    return installed if installed.is_dir() else package.parents[1] / "sgl-kernel-ext" / "csrc" / "cpu"
+    """The C++ sources: in the checkout, or where a wheel puts its data files."""
+    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / "csrc" / "cpu"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / "csrc" / "cpu"
 
 
 def build() -> Path:
@@ -78,17 +79,29 @@ def build() -> Path:
         if not library.exists():
             logger.warning("Building the CPU kernels of lookahead KV into %s, once; takes up to a minute.", folder)
             sources = source_folder()
-            made = tvm_ffi.cpp.build(
-                NAME,
-                cpp_files=sorted(str(file) for file in sources.glob("*.cpp")),
-                extra_cflags=[*CFLAGS, *extra],
-                extra_ldflags=extra,
-                extra_include_paths=[str(sources)],
-                build_directory=str(folder / "build"),
-            )
+            with _environments_tools():
+                made = tvm_ffi.cpp.build(
+                    NAME,
+                    cpp_files=sorted(str(file) for file in sources.glob("*.cpp")),
+                    extra_cflags=[*CFLAGS, *extra],
+                    extra_ldflags=extra,
+                    extra_include_paths=[str(sources)],
+                    build_directory=str(folder / "build"),
+                )
             os.replace(made, library)
             shutil.rmtree(folder / "build")
     return library
+
+
+@contextlib.contextmanager
+def _environments_tools() -> Iterator[None]:
+    """Find the environment's ninja even when the environment is not activated."""
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
 
 
 def _load() -> Any:

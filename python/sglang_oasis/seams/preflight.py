@@ -1,4 +1,6 @@
-"""What must be true before a server with lookahead KV starts; checked in the launcher, before a process is spawned.
+"""What must be true before a server with lookahead KV, or with the dense backend, starts.
+
+Checked in the launcher, before a process is spawned.
 
 Read from sglang 0.5.23: field names of ServerArgs, `arg_groups/model_override_base.py` (resolving_view,
 model_config_of), `configs/model_config.ModelConfig`.
@@ -16,9 +18,9 @@ from sglang_oasis.ops import native
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
 from sglang_oasis.seams.server_args import config_of, enabled
 
-# Field of ServerArgs -> values with which lookahead KV works. The flag is the field's name with dashes.
+# Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "attention_backend": (None, DENSE_BACKEND_NAME),
+    "attention_backend": (None,),
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
@@ -68,7 +70,8 @@ def check_before_resolution(server_args: Any) -> None:
         find_selector(config_of(server_args, page_size).selector)
     for field, allowed in _REQUIRED.items():
         value = getattr(server_args, field)
-        if value not in allowed:
+        asked_for = field == "attention_backend" and not enabled(server_args)
+        if value not in allowed and not asked_for:
             raise LookaheadKVError(f"{asked_by(server_args)} does not work with {_as_typed(field, value)}: remove it.")
     if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
         raise LookaheadKVError(
