@@ -43,6 +43,8 @@ PART_OF = {
 }
 FEW = 8
 """Output tokens of the short run."""
+MARGIN = 64
+"""Tokens beyond the context that a request may take; the reference model's contexts end at 8192."""
 WINDOW_DISTANCE = 997
 """Tokens between the starts of two prompts, so that they share no prefix."""
 
@@ -79,16 +81,16 @@ def cases_of(backend: str, options: argparse.Namespace) -> list[tuple[int, int]]
 
 def flags_of(backend: str, cases: Sequence[tuple[int, int]], options: argparse.Namespace) -> Sequence[str]:
     batch, context = (max(sizes) for sizes in zip(*cases, strict=True))
-    tokens = max(batch * (context + options.steps + 64) for batch, context in cases)
+    tokens = max(batch * (context + MARGIN + 16) for batch, context in cases)
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(context + 256), "--page-size", "16"),
+        *("--dtype", "bfloat16", "--context-length", str(context + MARGIN), "--page-size", "16"),
         *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch)),
     )
     if backend == "stock":
         return (*common, "--attention-backend", "torch_native")
     if backend == "dense":
         return (*common, "--attention-backend", "oasis_cpu")
-    budget = context + 256 if backend == "lookahead-all-resident" else options.budget
+    budget = context + MARGIN if backend == "lookahead-all-resident" else options.budget
     return (*common, "--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(budget), *options.lookahead)
 
 
@@ -189,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["stock", "dense", "lookahead", "lookahead-all-resident"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8128])
     parser.add_argument("--budget", type=int, default=1024, help="budget of lookahead KV, tokens")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)

@@ -117,17 +117,17 @@ class RunningRequests(threading.Thread):
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
         self._server = server
-        self._stop = threading.Event()
+        self._stopped = threading.Event()
         self.most = 0
 
     def run(self) -> None:
-        while not self._stop.wait(0.2):
+        while not self._stopped.wait(0.2):
             metrics = self._server.get("/metrics").text
             for value in re.findall(r"^sglang:num_running_reqs(?:\{.*\})? ([0-9.e+]+)$", metrics, re.MULTILINE):
                 self.most = max(self.most, int(float(value)))
 
     def stop(self) -> int:
-        self._stop.set()
+        self._stopped.set()
         self.join()
         return self.most
 
