@@ -1,13 +1,14 @@
-"""Serving with SGLang's own load generator: stock SGLang, the dense backend and lookahead KV, the same requests.
+"""Serving with SGLang's own load generator: stock SGLang (torch_native), the dense backend and lookahead KV.
 
     python -m benchmark.serving
 
-Two workloads of `sglang.bench_serving`: `custom` (distinct windows of a real text) and `generated-shared-prefix`.
+All get the same requests, stock SGLang only the first few of them, because each takes it minutes. Two workloads of
+`sglang.bench_serving`: `custom` (distinct windows of a real text) and `generated-shared-prefix`.
 "Same bytes" means the device KV bytes that hold the full KV cache of R requests of the longest length: as the KV pool
 of stock SGLang and of the dense backend, as the resident tier (blocks, maps, summaries) of lookahead KV. The dense
 backend is also run with as much as all requests take.
 
-Decode throughput is the number of requests that decode at once (the highest that SGLang's metrics report) over the
+Decode throughput is the number of requests that decode at once (by SGLang's metrics; the upper quartile) over the
 median inter-token latency: prefill, which interrupts decoding, does not count. The whole run's output throughput and
 the times to first token, in which it does, stand beside it.
 """
@@ -47,7 +48,7 @@ class Run:
     Attributes:
         server, workload: what ran.
         requests: sent, all at once.
-        running: most that decoded at once.
+        running: how many decoded at once, upper quartile over the time in which any did.
         decode_throughput: tokens per second while they decode.
         output_throughput: tokens per second of the whole run.
         median_itl_ms: milliseconds between two tokens of a request.
@@ -118,25 +119,27 @@ class RunningRequests(threading.Thread):
         super().__init__(daemon=True)
         self._server = server
         self._stopped = threading.Event()
-        self.most = 0
+        self._samples: list[int] = []
 
     def run(self) -> None:
         while not self._stopped.wait(0.2):
             metrics = self._server.get("/metrics").text
-            for value in re.findall(r"^sglang:num_running_reqs(?:\{.*\})? ([0-9.e+]+)$", metrics, re.MULTILINE):
-                self.most = max(self.most, int(float(value)))
+            values = re.findall(r"^sglang:num_running_reqs(?:\{.*\})? ([0-9.e+]+)$", metrics, re.MULTILINE)
+            self._samples.append(max((int(float(value)) for value in values), default=0))
 
     def stop(self) -> int:
+        """The upper quartile of the number of running requests while there were any: they come and go one by one."""
         self._stopped.set()
         self.join()
-        return self.most
+        busy = sorted(sample for sample in self._samples if sample)
+        return busy[len(busy) * 3 // 4] if busy else 0
 
 
 def bench(server: Server, name: str, workload: str, requests: int, dataset: Path, options: argparse.Namespace) -> Run:
     """Run `sglang.bench_serving` once, on an empty prefix cache."""
     host, port = server.url.removeprefix("http://").split(":")
     shared = (
-        *("--gsp-num-groups", "4", "--gsp-prompts-per-group", str(max(1, requests // 4))),
+        *("--gsp-num-groups", str(max(1, requests // 4)), "--gsp-prompts-per-group", str(min(4, requests))),
         *("--gsp-system-prompt-len", str(options.shortest - 256), "--gsp-question-len", "128"),
     )
     with tempfile.TemporaryDirectory() as folder:
