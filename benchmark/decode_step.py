@@ -12,8 +12,9 @@ parts, from the backend's own clock:
     model       what passes between the attention layers: projections and MLPs
     overhead    the rest of a step: embedding, logits, sampling, planning, scheduler
 
-`background` is the time of the pipeline's own thread, which runs while all of this does. The parts are of the steps of
-the long run, so they need not add up to the step exactly.
+`background` is the time of the pipeline's stages, in its own thread while all of this goes on, or in the foreground
+where a waiting layer ran them itself. Stock SGLang has no such clock. The parts are of the steps of the long run, so
+they need not add up to the step exactly.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def show(steps: Sequence[Step]) -> None:
         [
             (
                 *(step.backend, str(step.batch), str(step.context), f"{step.step:.1f}"),
-                *(f"{step.parts[part]:.1f}" for part in PARTS),
+                *("-" if step.backend == "stock" else f"{step.parts[part]:.1f}" for part in PARTS),
                 *(f"{step.background:.1f}", f"{step.stalls:.1f}"),
             )
             for step in steps

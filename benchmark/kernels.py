@@ -2,9 +2,9 @@
 
     python -m benchmark.kernels
 
-Around every kernel the same process reads a large buffer with the same threads; what the kernel reaches is given as a
-share of that. Attention runs over several layers in turn, more than the caches hold. Pages of the host pool are in the
-order in which SGLang's allocator hands them out, or shuffled; slots of the resident tier always lie side by side.
+Around every decode attention the same process reads a large buffer with the same threads; what the kernel reaches is
+given as a share of that. It runs over several layers in turn, more than the caches hold. Pages of the host pool are in
+the order in which SGLang's allocator hands them out, or shuffled; slots of the resident tier always lie side by side.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ KV_HEADS, GROUP, HEAD_DIM, BLOCK = 3, 3, 64, 16
 BYTES_BEYOND_CACHES = 400e6
 PROBE_WORDS = 1 << 26
 SCALE = HEAD_DIM**-0.5
+ANY_CPU = torch.tensor([], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Result:
         kernel, shape: what ran.
         dtype: of K and V.
         microseconds: of one call (one layer).
-        gigabytes: K and V, or summaries, that it reads per second / 10^9; None where compute is the limit.
+        gigabytes: K and V that it reads per second / 10^9; None where compute is the limit.
         share: of what the probe reads per second.
         gigaflops: per second / 10^9, None where memory is the limit.
         versus_torch: how many times faster than torch's own kernel for it, None where torch has none.
@@ -180,7 +181,7 @@ def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repea
         layer.head_map[:] = layer.slot_of[:, :, : layer.selected] = torch.arange(layer.selected, dtype=torch.int32)
     pipeline = NativePipeline(tier, host, BoundSelector(0.6))
     cap = max(1, int(0.05 * tier.layers[0].selected))
-    native.kernels().set_threads(1)
+    native.kernels().configure_threads(1, ANY_CPU)
     per_stage: dict[str, list[float]] = {}
     fetched = 0
     for number in range(1, repeats + 2):
@@ -194,10 +195,9 @@ def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repea
         fetched += after.fetched - before.fetched
         for stage, total in after.seconds.items():
             per_stage.setdefault(stage, []).append((total - before.seconds[stage]) / layout.num_layers)
-    native.kernels().set_threads(torch.get_num_threads())
+    native.kernels().configure_threads(torch.get_num_threads(), ANY_CPU)
     pipeline.close()
     rate = {
-        "predict": batch * KV_HEADS * (blocks - 1) * layout.summary_bytes,
         "transfer": fetched / (repeats + 1) / layout.num_layers * layout.chunk_bytes,
     }
     shape = f"batch {batch}, {tokens} tokens, K={budget // BLOCK}"

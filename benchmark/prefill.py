@@ -70,7 +70,7 @@ def measure(backend: str, text: Sequence[int], options: argparse.Namespace) -> R
             prompt = list(text[i * WINDOW_DISTANCE :][: options.prefix + options.new])
             cold.append(time_to_first_token(server, prompt, 0))
             changed = [*prompt[: options.prefix], *reversed(prompt[options.prefix :])]
-            cached.append(time_to_first_token(server, changed, options.prefix // 16 * 16))
+            cached.append(time_to_first_token(server, changed, options.prefix))
     median = statistics.median(cold)
     return Result(backend, median, statistics.median(cached), (options.prefix + options.new) / median)
 
@@ -78,7 +78,7 @@ def measure(backend: str, text: Sequence[int], options: argparse.Namespace) -> R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument("--prefix", type=int, default=3900, help="tokens that are cached the second time")
+    parser.add_argument("--prefix", type=int, default=3904, help="tokens that are cached the second time, whole pages")
     parser.add_argument("--new", type=int, default=16, help="tokens that are not")
     parser.add_argument("--prompts", type=int, default=5)
     options = parser.parse_args()

@@ -263,12 +263,15 @@ def _layer_ids(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _check_blocks(config: LookaheadKVConfig) -> None:
-    if config.block_size not in SUPPORTED_BLOCK_SIZES:
+def check_block_size(block_size: int) -> None:
+    """Raise LookaheadKVError when the host pool cannot have pages of `block_size` tokens."""
+    if block_size not in SUPPORTED_BLOCK_SIZES:
         sizes = ", ".join(map(str, SUPPORTED_BLOCK_SIZES))
-        raise LookaheadKVError(
-            f"--page-size {config.block_size} is not possible with lookahead KV: use one of {sizes}."
-        )
+        raise LookaheadKVError(f"--page-size {block_size} is not possible with sglang-oasis: use one of {sizes}.")
+
+
+def _check_blocks(config: LookaheadKVConfig) -> None:
+    check_block_size(config.block_size)
     if config.budget_tokens % config.block_size:
         _refuse(
             "lookahead_kv_budget_tokens", config.budget_tokens, f"give a multiple of the page size {config.block_size}"

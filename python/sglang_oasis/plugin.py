@@ -1,7 +1,8 @@
 """Entry points that SGLang calls in every process (groups `sglang.srt.platforms` and `sglang.srt.plugins`).
 
-`register` adds the flags and nothing else. The seams are installed when a ServerArgs with `enable_lookahead_kv` comes
-into being, in the launcher as in each child process that unpickles it; without one, stock SGLang runs untouched.
+`register` adds the flags and nothing else. The seams are installed when a ServerArgs with `enable_lookahead_kv`, or
+with the attention backend `oasis_cpu`, comes into being, in the launcher as in each child process that unpickles it;
+without one, stock SGLang runs untouched.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ CONFLICTS: list[tuple[str, ...]] = [
 # Flags -> what the refusal says.
 REFUSED: dict[tuple[str, ...], str] = {
     **{conflict: f"--enable-lookahead-kv does not work with {' '.join(conflict)}" for conflict in CONFLICTS},
-    ("--page-size", "1"): "--page-size 1 is not possible with lookahead KV",
-    ("--page-size", "64"): "--page-size 64 is not possible with lookahead KV",
+    ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
+    ("--page-size", "64"): "--page-size 64 is not possible with sglang-oasis",
     ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
     ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector psychic is not possible",
     ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft is not possible",
@@ -132,6 +132,7 @@ REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
             ("--speculative-algorithm", "NGRAM"),
         )
     },
+    ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
     ("--lookahead-kv-miss-policy", "fetch"): "--lookahead-kv-miss-policy has no effect without --enable-lookahead-kv",
 }
 

@@ -105,7 +105,7 @@ def test_the_defaults_are_those_of_the_papers_and_of_our_own_selector_study() ->
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])
 def test_a_page_size_without_kernels_is_refused(block_size: int) -> None:
     sentence = refusal(lambda: LookaheadKVConfig.from_flags({}, block_size))
-    assert sentence == f"--page-size {block_size} is not possible with lookahead KV: use one of 8, 16, 32."
+    assert sentence == f"--page-size {block_size} is not possible with sglang-oasis: use one of 8, 16, 32."
 
 
 def test_a_selector_that_does_not_exist_is_refused() -> None:

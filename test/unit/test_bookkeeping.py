@@ -273,6 +273,7 @@ class Schedule(RuleBasedStateMachine):
     def teardown(self) -> None:
         if getattr(self, "controller", None) is not None:
             self.controller.close()
+        native.load()
 
 
 class ScheduleOnTorch(Schedule):

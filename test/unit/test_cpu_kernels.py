@@ -36,6 +36,7 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = int(os.environ.get("OASIS_KERNEL_EXAMPLES", "100"))
 THREADS = 3
+ANY_CPU = torch.tensor([], dtype=torch.int64)
 NOBODY = -(10**6)
 """An index nobody may follow."""
 
@@ -57,10 +58,10 @@ def kernels() -> Iterator[Any]:
     was_loaded, threads = native.kernels() is not None, torch.get_num_threads()
     module = native.load()
     assert module is not None
-    module.set_threads(THREADS)
+    module.configure_threads(THREADS, ANY_CPU)
     torch.set_num_threads(1)
     yield module
-    module.set_threads(threads)
+    module.configure_threads(threads, ANY_CPU)
     torch.set_num_threads(threads)
     if not was_loaded:
         native.unload()
@@ -220,7 +221,7 @@ def test_a_sequence_gets_the_same_bits_alone_in_any_layout_on_any_number_of_thre
 ) -> None:
     case = attention_case(heads, sequences, dtype, True, seed, 0.1)
     together = case.of_kernel()
-    kernels.set_threads(1)
+    kernels.configure_threads(1, ANY_CPU)
     try:
         alone = [case.alone(i) for i in range(len(sequences))]
         assert torch.equal(together, torch.cat([one.of_kernel() for one in alone]))
@@ -228,7 +229,7 @@ def test_a_sequence_gets_the_same_bits_alone_in_any_layout_on_any_number_of_thre
             one.blocks = case.blocks[int(one.rows)].transpose(0, 1).contiguous()
         assert torch.equal(together, torch.cat([one.of_kernel() for one in alone]))
     finally:
-        kernels.set_threads(THREADS)
+        kernels.configure_threads(THREADS, ANY_CPU)
 
 
 def test_heads_that_the_kernels_cannot_serve_are_left_to_the_reference() -> None:
@@ -629,11 +630,13 @@ def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.Monkey
             pipeline.begin_step(tiers.step(number))
             for layer in range(3):
                 pipeline.submit(layer, tiers.query(torch.bfloat16), 0.1, 4)
-            time.sleep(0.003)  # they begin
+            time.sleep(0.0003)  # they begin
             for layer, resident in enumerate(tiers.tier.layers):
                 pipeline.wait(layer)
                 left.append(int(resident.last_selected.sum()))
                 resident.blocks[:, :, budget[0] :] += 1
+        if isinstance(pipeline, NativePipeline):
+            assert pipeline.statistics().stalls > 0, "no task was met under way"
         return tuple(left)
 
     tiers = Tiers.random(heads, budget, SUMMARY_FORMATS["int4"], torch.bfloat16, 0, layers=3)
@@ -652,10 +655,51 @@ def test_closing_finishes_what_is_under_way() -> None:
         pipeline.close()
         return ()
 
-    twin = tiers.copy()
+    before, twin = tiers.copy(), tiers.copy()
     drive(tiers, NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5)))
     drive(twin, TorchPipeline(twin.tier, twin.host, BoundSelector(0.5)))
     assert tiers.same_as(twin)
+    assert not tiers.same_as(before)
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    tiers = Tiers.random(Heads(1, 1, 16, 8), (4, 30), SUMMARY_FORMATS["bf16"], torch.float32, 0)
+    pipeline = NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5))
+    pipeline.close()
+    pipeline.close()
+    with pytest.raises(ValueError, match="closed"):
+        pipeline.wait(0)
+
+
+def test_a_layer_takes_no_second_task_before_the_first_was_waited_for() -> None:
+    tiers = Tiers.random(Heads(2, 64, 64, 8), (16, 1500), SUMMARY_FORMATS["int4"], torch.bfloat16, 0)
+    pipeline = NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5))
+    pipeline.begin_step(tiers.step(4))
+    pipeline.submit(0, tiers.query(torch.bfloat16), 0.1, 4)
+    with pytest.raises(Exception, match="not waited for"):
+        pipeline.submit(0, tiers.query(torch.bfloat16), 0.1, 4)
+    pipeline.drain()
+    pipeline.close()
+
+
+def test_moving_tokens_of_the_host_pool() -> None:
+    """`HostPool.move` hands over views whose heads are not side by side."""
+    host = HostPool(
+        num_pages=4,
+        num_layers=2,
+        kv_heads=3,
+        block_size=8,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        summary_format=None,
+    )
+    keys, values = torch.randn(2, 5, 3, 16)
+    source, target = torch.arange(8, 13), torch.arange(26, 31)
+    for layer in range(2):
+        host.write(layer, source, keys, values)
+    host.move(target, source)
+    moved = torch.stack([keys, values], dim=2).bfloat16()
+    assert all(torch.equal(host.read(layer, target), moved) for layer in range(2))
 
 
 @pytest.mark.skipif("SGLANG_OASIS_CPU_ISA" in os.environ, reason="one instruction set was asked for")

@@ -61,7 +61,7 @@ def test_without_a_compiler_one_warning_says_so_and_plain_torch_does_the_work(
     assert native.load() is None
     assert native.kernels() is None
     assert complaints(caplog) == [
-        "Lookahead KV runs without its CPU kernels, on plain torch and much slower: "
+        "The CPU kernels are missing, plain torch does the work, much slower: "
         f"there is no C++ compiler ({missing}); install g++ and ninja."
     ]
     assert native.load() is None

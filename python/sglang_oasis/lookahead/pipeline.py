@@ -6,6 +6,7 @@ One task per layer at a time; a layer waits for its own task only. `NativePipeli
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,7 @@ class NativePipeline:
     """Runs in native threads, without Python.
 
     Args:
-        tier, host: the tiers; their memory outlives the pipeline.
+        tier, host: the tiers.
         selector: how blocks are scored.
     """
 
@@ -104,9 +105,11 @@ class NativePipeline:
         layout = tier.layout
         self._kernels = native.kernels()
         self._num_layers = layout.num_layers
+        self._memory = tier, host  # the threads hold pointers into it
         bits = layout.summary_format.bits
         threads = max(1, torch.get_num_threads() // 4)
-        self._handle = self._kernels.pipeline_create(threads, bits, selector.tightness, layout.sink_blocks)
+        self._handle = self._kernels.pipeline_create(threads, selector.tightness, layout.sink_blocks)
+        self._end = weakref.finalize(self, self._kernels.pipeline_destroy, self._handle)
         for layer, host_kv in zip(tier.layers, host.kv, strict=True):
             self._kernels.pipeline_add_layer(self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, bits)
 
@@ -134,9 +137,8 @@ class NativePipeline:
         return PipelineStatistics(fetched, deferred, stalls, stall_ns / 1e9, seconds)
 
     def close(self) -> None:
-        if self._handle:
-            self._kernels.pipeline_destroy(self._handle)
-            self._handle = 0
+        self._end()
+        self._handle = 0
 
 
 class _Task(NamedTuple):

@@ -22,6 +22,13 @@ def serves(head_dim: int) -> bool:
     return kernels() is not None and head_dim % HEAD_DIM_STEP == 0 and head_dim <= HEAD_DIM_MOST
 
 
+def _heads_side_by_side(tokens: Tensor) -> Tensor:
+    """[T, heads, D] whose tokens may be anywhere, but each is one piece of memory."""
+    _, heads, head_dim = tokens.shape
+    whole = tokens.stride(2) == 1 and (heads == 1 or tokens.stride(1) == head_dim)
+    return tokens if whole else tokens.contiguous()
+
+
 @paged_attention.register("cpu")
 def _paged_attention(
     query: Tensor, blocks: Tensor, rows: Tensor, slots: Tensor, kv_lengths: Tensor, query_starts: Tensor, scale: float
@@ -29,14 +36,16 @@ def _paged_attention(
     if not serves(query.shape[-1]):
         return NotImplemented
     out = torch.empty(query.shape, dtype=query.dtype)
+    query = _heads_side_by_side(query)
     kernels().paged_attention(query, blocks, rows, slots, kv_lengths, query_starts, scale, out)
     return out
 
 
 @store_tokens.register("cpu")
 def _store_tokens(blocks: Tensor, rows: Tensor | None, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-    if not serves(keys.shape[-1]):
+    if not serves(keys.shape[-1]) or keys.device.type != "cpu":
         return NotImplemented
+    keys, values = _heads_side_by_side(keys), _heads_side_by_side(values)
     if rows is None:
         kernels().store_host_tokens(blocks, positions, keys, values)
     else:
@@ -69,7 +78,7 @@ def _select_blocks(scores: Tensor, candidates: Tensor, rows: Tensor, maps: Maps,
         return NotImplemented
     shape = (*scores.shape[:2], min(cap, maps.head_map.shape[-1]))
     blocks, slots = torch.empty(2, *shape, dtype=torch.int32)
-    deferred = kernels().select_blocks(scores, candidates, rows, *maps, step, blocks, slots)
+    deferred = kernels().select_blocks(scores.float().contiguous(), candidates, rows, *maps, step, blocks, slots)
     return Admissions(blocks, slots, deferred)
 
 

@@ -1,8 +1,4 @@
-"""Delta selection and capped eviction (OasisKV section 3.4, Algorithm 2), and what it does to the resident tier.
-
-The maps of a layer: head_map [S, H, K] int32, logical block of each slot or -1; last_selected [S, H, K] int32, step in
-which each slot was last selected; slot_of [S, H, N] int32, the inverse of head_map.
-"""
+"""Delta selection and capped eviction (OasisKV section 3.4, Algorithm 2), and what it does to the resident tier."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 NAME = "oasis_cpu"
 CFLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
+
+_CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+"""CPUs of this process. Read at import: an OpenMP runtime may later bind the main thread to one of them."""
+
+T = TypeVar("T")
 
 _module: Any = None
 _attempted = False
@@ -42,8 +47,13 @@ def load() -> Any:
     global _module, _attempted
     if not _attempted:
         _attempted = True
-        _module = _load() if os.environ.get("SGLANG_OASIS_CPU_KERNELS", "1") != "0" else None
+        _module = _attempt(_load)
     return _module
+
+
+def prepare() -> Path | None:
+    """Build the kernels if they are not in the cache, for processes that load them later; warns like `load`."""
+    return _attempt(build)
 
 
 def unload() -> None:
@@ -77,7 +87,7 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not library.exists():
-            logger.warning("Building the CPU kernels of lookahead KV into %s, once; takes up to a minute.", folder)
+            logger.warning("Building the CPU kernels into %s, once; takes up to a minute.", folder)
             sources = source_folder()
             with _environments_tools():
                 made = tvm_ffi.cpp.build(
@@ -104,23 +114,28 @@ def _environments_tools() -> Iterator[None]:
         os.environ["PATH"] = path
 
 
-def _load() -> Any:
-    compiler = os.environ.get("CXX", "c++")
+def _attempt(action: Callable[[], T]) -> T | None:
+    if os.environ.get("SGLANG_OASIS_CPU_KERNELS", "1") == "0":
+        return None
     try:
-        import tvm_ffi
-
-        library = build()
-    except (ImportError, OSError, RuntimeError) as error:
+        return action()
+    except Exception as error:  # whatever is wrong with them, there are the references
+        compiler = os.environ.get("CXX", "c++")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if "error:" in line), lines[-1])
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"
-        else:
-            lines = str(error).strip().splitlines()
-            reason = f"they do not build: {next((line for line in lines if 'error:' in line), lines[-1])}"
-        logger.warning("Lookahead KV runs without its CPU kernels, on plain torch and much slower: %s.", reason)
+        logger.warning("The CPU kernels are missing, plain torch does the work, much slower: %s.", reason.rstrip("."))
         return None
-    module = tvm_ffi.load_module(str(library))
-    module.set_threads(torch.get_num_threads())
-    logger.info("CPU kernels for %s with %d threads.", module.instruction_set(), torch.get_num_threads())
+
+
+def _load() -> Any:
+    import tvm_ffi
+
+    module = tvm_ffi.load_module(str(build()))
+    instruction_set = module.instruction_set()  # fails here, and not in a thread, where a wrong one was asked for
+    module.configure_threads(torch.get_num_threads(), torch.tensor(_CPUS, dtype=torch.int64))
+    logger.info("CPU kernels for %s with %d threads.", instruction_set, torch.get_num_threads())
     return module
 
 

@@ -1,4 +1,4 @@
-"""When the seams are installed: as soon as both the plugins are loaded and a ServerArgs asks for lookahead KV.
+"""When the seams are installed: as soon as both the plugins are loaded and a ServerArgs asks for one of our backends.
 
 In the launcher the plugins are loaded first and the ServerArgs follows; in a child process the ServerArgs is unpickled
 with the process's arguments, before the plugins are loaded.
@@ -17,7 +17,7 @@ _installed = False
 
 
 def request() -> None:
-    """A ServerArgs with lookahead KV exists in this process."""
+    """A ServerArgs that needs the seams exists in this process."""
     global _requested
     _requested = True
     _install_when_due()

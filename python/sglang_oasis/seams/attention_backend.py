@@ -18,7 +18,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import start_up_summary
 from sglang_oasis.observability.trace import SelectionTrace
-from sglang_oasis.ops import native
+from sglang_oasis.ops import cpu, native
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
 from sglang_oasis.seams.server_args import config_of, enabled
@@ -42,7 +42,8 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
     from sglang.srt.runtime_context import get_serving
 
     catalogue.verify()
-    native.load()
+    if runner.device == "cpu":
+        _load_kernels(runner)
     pool = runner.token_to_kv_pool
     if not enabled(runner.server_args) or not isinstance(pool, HostKVPool):
         raise LookaheadKVError(
@@ -64,7 +65,7 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
 
 def _create_dense(runner: Any) -> DenseAttentionBackend:
     catalogue.verify()
-    native.load()
+    _load_kernels(runner)
     pool = runner.token_to_kv_pool
     if not isinstance(pool, HostKVPool):
         raise LookaheadKVError(
@@ -72,6 +73,12 @@ def _create_dense(runner: Any) -> DenseAttentionBackend:
             f"{type(pool).__name__}: select it for attention as a whole, on a CPU."
         )
     return DenseAttentionBackend(runner, pool.host)
+
+
+def _load_kernels(runner: Any) -> None:
+    head_dim = runner.model_config.head_dim
+    if native.load() is not None and not cpu.serves(head_dim):
+        logger.warning("The CPU kernels do not serve heads of %d, plain torch does the work, much slower.", head_dim)
 
 
 def _rank_labels() -> dict[str, str]:

@@ -79,7 +79,7 @@ def verify() -> None:
         hooks = HookRegistry._hooks.get(seam.path, [])
         if seam.path not in HookRegistry._patched or not any(hook is seam.hook for _, hook, _ in hooks):
             raise LookaheadKVError(
-                f"--enable-lookahead-kv cannot start: the hook on {seam.path} did not take; install "
+                f"sglang-oasis cannot start: the hook on {seam.path} did not take; install "
                 f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
             )
 
@@ -90,5 +90,5 @@ def _check_version() -> None:
     found = version("sglang")
     if found.split("+")[0] != SUPPORTED_SGLANG_VERSION:
         raise LookaheadKVError(
-            f"--enable-lookahead-kv needs sglang=={SUPPORTED_SGLANG_VERSION}, found {found}: install that version."
+            f"sglang-oasis needs sglang=={SUPPORTED_SGLANG_VERSION}, found {found}: install that version."
         )

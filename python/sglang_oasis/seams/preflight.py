@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, check_block_size
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.ops import native
@@ -65,8 +65,9 @@ def check_before_resolution(server_args: Any) -> None:
     Raises:
         LookaheadKVError: one sentence.
     """
+    page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
+    check_block_size(page_size)
     if enabled(server_args):
-        page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
         find_selector(config_of(server_args, page_size).selector)
     for field, allowed in _REQUIRED.items():
         value = getattr(server_args, field)
@@ -140,7 +141,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     if view.device == "cpu":
         wait_passively()
-        native.load()  # compiled here, where the user sees it, and not in every rank
+        native.prepare()  # here, where the user sees it, and not in every rank
 
 
 def _has_sliding_window(text_config: Any) -> bool:

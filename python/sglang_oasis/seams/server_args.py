@@ -48,6 +48,7 @@ class _Behaviour:
         if not getattr(self, "_resolution_finished", False):
             if not self.enable_lookahead_kv:
                 _refuse_flags_without_effect(self)
+            _refuse_half_a_backend(self)
             if self.enable_lookahead_kv or dense(self):
                 from sglang_oasis.seams.preflight import check_before_resolution
 
@@ -73,6 +74,16 @@ def _refuse_flags_without_effect(server_args: Any) -> None:
             activation.print_sentences()
             raise LookaheadKVError(
                 f"{knob.flag} has no effect without --enable-lookahead-kv: add it or leave both out."
+            )
+
+
+def _refuse_half_a_backend(server_args: Any) -> None:
+    for phase in ("prefill", "decode"):
+        if getattr(server_args, f"{phase}_attention_backend") == DENSE_BACKEND_NAME:
+            activation.print_sentences()
+            raise LookaheadKVError(
+                f"--{phase}-attention-backend {DENSE_BACKEND_NAME} is not possible: "
+                f"use --attention-backend {DENSE_BACKEND_NAME}, which serves both phases."
             )
 
 

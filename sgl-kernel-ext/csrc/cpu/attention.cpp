@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kVectorsPerItem = 64;
 constexpr int64_t kKeysPerItem = 512;  // of sequences with few queries
+// Scores (keys times query vectors) below which waking other threads takes longer than doing the work.
+constexpr int64_t kScoresWorthThreads = 1 << 15;
 
 // Query vectors whose results wait to be merged: `ranges` groups of `vectors`, one group per key range.
 struct Merge {
@@ -25,9 +27,10 @@ struct Plan {
   std::vector<AttentionItem> items;
   std::vector<Merge> merges;
   int64_t partials = 0;
+  int64_t scores = 0;
 };
 
-// Work in pieces of similar cost, the largest first. Few queries (decode, short suffixes) are split by keys, so that even
+// Work in pieces of similar cost, a sequence's longest first. Few queries (decode, short suffixes) are split by keys, so that even
 // one long sequence occupies every thread; the split depends on nothing but the sequence itself.
 Plan divide(const AttentionArgs& args) {
   Plan plan;
@@ -50,6 +53,7 @@ Plan divide(const AttentionArgs& args) {
                                 static_cast<int32_t>(last), static_cast<int32_t>(first_key),
                                 static_cast<int32_t>(last_key), split ? plan.partials : -1});
           if (split) plan.partials += vectors;
+          plan.scores += (last_key - first_key) * vectors;
         }
       }
     }
@@ -73,8 +77,12 @@ void attention(const AttentionArgs& args) {
   auto* memory = reinterpret_cast<float*>(scratch<0>(plan.partials * (dim + 2) * sizeof(float)));
   const Partials partials{memory, memory + plan.partials * dim, memory + plan.partials * (dim + 1)};
   const int64_t bytes = kernels().attention_scratch_bytes(std::max(kVectorsPerItem, args.group), dim);
-  thread_pool().run(plan.items.size(),
-                    [&](int64_t i) { kernels().attend(args, plan.items[i], partials, scratch<1>(bytes)); });
+  const auto attend = [&](int64_t i) { kernels().attend(args, plan.items[i], partials, scratch<1>(bytes)); };
+  const int64_t items = plan.items.size();
+  if (plan.scores < kScoresWorthThreads)
+    for (int64_t i = 0; i < items; ++i) attend(i);
+  else
+    thread_pool().run(items, attend);
   const int64_t query_heads = args.pool.kv_heads * args.group;
   for (const Merge& merge : plan.merges) {
     for (int64_t vector = 0; vector < merge.vectors; ++vector) {

@@ -20,6 +20,7 @@ void require(bool condition, const char* what) {
 }
 
 DType float_dtype(const TensorView& tensor) {
+  require(tensor.device().device_type == kDLCPU, "tensors must be in host memory");
   const DLDataType dtype = tensor.dtype();
   if (dtype.code == kDLFloat && dtype.bits == 32) return DType::kFloat32;
   if (dtype.code == kDLFloat && dtype.bits == 16) return DType::kFloat16;
@@ -29,6 +30,7 @@ DType float_dtype(const TensorView& tensor) {
 
 template <typename T>
 T* data(const TensorView& tensor, const char* what) {
+  require(tensor.device().device_type == kDLCPU, "tensors must be in host memory");
   const DLDataType dtype = tensor.dtype();
   const bool is_signed = std::is_signed_v<T>;
   require(dtype.bits == 8 * sizeof(T) && dtype.code == (is_signed ? kDLInt : kDLUInt) && tensor.is_contiguous(), what);
@@ -115,6 +117,9 @@ void store_resident_tokens(TensorView blocks, TensorView rows, TensorView positi
 }
 
 void summarise(TensorView host, TensorView pages, int64_t bits, TensorView records) {
+  require(records.ndim() == 3 && records.size(0) == host.size(0) && records.size(1) == host.size(1) &&
+              records.size(2) == summary_bytes(summary_format(bits), host.size(-1)),
+          "records must be [pages, heads, R], one for every block of the host pool");
   summarise_pages(chunk_pool(host), data<int64_t>(pages, "pages must be contiguous int64"), pages.size(0),
                   {data<uint8_t>(records, "records must be contiguous uint8"), 1, summary_format(bits)});
 }
@@ -144,6 +149,11 @@ void score_blocks(TensorView queries, TensorView records, int64_t bits, TensorVi
 ResidentLayer resident_layer(const TensorView& blocks, const TensorView& head_map, const TensorView& last_selected,
                              const TensorView& slot_of) {
   require(blocks.ndim() == 6 && blocks.is_contiguous(), "resident blocks must be [S, H, K + R, 2, B, D], contiguous");
+  for (const TensorView& map : {head_map, last_selected, slot_of})
+    require(map.ndim() == 3 && map.size(0) == blocks.size(0) && map.size(1) == blocks.size(1),
+            "maps must be [S, H, K] or [S, H, N], with the rows and heads of the blocks");
+  require(head_map.size(2) <= blocks.size(2) && last_selected.size(2) == head_map.size(2),
+          "maps must have one entry per selected slot");
   return {chunk_pool(blocks),
           data<int32_t>(head_map, "head_map must be contiguous int32"),
           data<int32_t>(last_selected, "last_selected must be contiguous int32"),
@@ -154,6 +164,7 @@ ResidentLayer resident_layer(const TensorView& blocks, const TensorView& head_ma
 
 void graduate_blocks(TensorView blocks, TensorView head_map, TensorView last_selected, TensorView slot_of,
                      TensorView rows, TensorView graduates, TensorView local_slots, int64_t step) {
+  require(graduates.size(0) == rows.size(0) && local_slots.size(0) == rows.size(0), "one block and local slot per row");
   graduate(resident_layer(blocks, head_map, last_selected, slot_of), data<int64_t>(rows, "rows must be contiguous int64"),
            data<int64_t>(graduates, "blocks must be contiguous int64"), data<int64_t>(local_slots, "local slots must be int64"),
            rows.size(0), static_cast<int32_t>(step));
@@ -209,17 +220,26 @@ void admit_blocks(TensorView host, TensorView pages, TensorView rows, TensorView
 }
 
 // Handles are pointers: a pipeline lives from pipeline_create to pipeline_destroy.
-Pipeline& pipeline_at(int64_t handle) { return *reinterpret_cast<Pipeline*>(handle); }
+Pipeline& pipeline_at(int64_t handle) {
+  require(handle != 0, "the pipeline is closed");
+  return *reinterpret_cast<Pipeline*>(handle);
+}
 
-int64_t pipeline_create(int64_t threads, int64_t bits, double tightness, int64_t sinks) {
-  const Selector selector{summary_format(bits), static_cast<float>(tightness), sinks};
-  return reinterpret_cast<int64_t>(new Pipeline(static_cast<int>(threads), selector));
+int64_t pipeline_create(int64_t threads, double tightness, int64_t sinks) {
+  return reinterpret_cast<int64_t>(new Pipeline(static_cast<int>(threads), {static_cast<float>(tightness), sinks}));
 }
 
 void pipeline_destroy(int64_t handle) { delete &pipeline_at(handle); }
 
 void pipeline_add_layer(int64_t handle, TensorView host, TensorView blocks, TensorView head_map,
                         TensorView last_selected, TensorView slot_of, TensorView records, int64_t bits) {
+  require(host.ndim() == 5 && host.size(1) == blocks.size(1) && host.size(3) == blocks.size(4) &&
+              host.size(4) == blocks.size(5),
+          "both tiers must have the same heads, block size and head dimension");
+  require(records.ndim() == 4 && records.size(0) == blocks.size(0) && records.size(1) == blocks.size(1) &&
+              records.size(2) == slot_of.size(2) &&
+              records.size(3) == summary_bytes(summary_format(bits), blocks.size(5)),
+          "records must be [S, H, N, R], one for every logical block");
   pipeline_at(handle).add_layer({chunk_pool(host), resident_layer(blocks, head_map, last_selected, slot_of),
                                  {data<uint8_t>(records, "records must be contiguous uint8"), records.size(2), summary_format(bits)}});
 }
@@ -228,6 +248,7 @@ void pipeline_begin_step(int64_t handle, int64_t number, TensorView entries, Ten
                          TensorView pages) {
   auto step = std::make_shared<PipelineStep>();
   const int64_t count = entries.size(0);
+  require(rows.size(0) == count && candidates.size(0) == count, "one row and number of candidates per entry");
   step->number = static_cast<int32_t>(number);
   const auto copy = [count](const TensorView& tensor) {
     const int64_t* first = data<int64_t>(tensor, "entries, rows and candidates must be int64");
@@ -262,6 +283,11 @@ void pipeline_wait(int64_t handle, int64_t layer) { pipeline_at(handle).wait(sta
 tvm::ffi::Array<int64_t> pipeline_counters(int64_t handle) {
   const PipelineCounters c = pipeline_at(handle).counters();
   return {c.fetched, c.deferred, c.stalls, c.stall_ns, c.stage_ns[0], c.stage_ns[1], c.stage_ns[2]};
+}
+
+void configure_threads_of(int64_t threads, TensorView cpus) {
+  const int64_t* first = data<int64_t>(cpus, "cpus must be contiguous int64");
+  configure_threads(static_cast<int>(threads), std::vector<int>(first, first + cpus.size(0)));
 }
 
 tvm::ffi::String instruction_set() { return kernels().isa; }
@@ -299,6 +325,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_submit, oasis::pipeline_submit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_wait, oasis::pipeline_wait);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_run, oasis::pipeline_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_counters, oasis::pipeline_counters);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_threads, oasis::set_threads);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(configure_threads, oasis::configure_threads_of);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_set, oasis::instruction_set);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_memory, oasis::read_memory);

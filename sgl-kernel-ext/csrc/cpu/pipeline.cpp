@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "kernels.h"
 #include "thread_pool.h"
@@ -43,11 +44,10 @@ Pipeline::~Pipeline() {
   for (auto& thread : threads_) thread.join();
 }
 
-int Pipeline::add_layer(const PipelineLayer& layer) {
+void Pipeline::add_layer(const PipelineLayer& layer) {
   std::lock_guard lock(mutex_);
   layers_.push_back(layer);
   tasks_.emplace_back();
-  return static_cast<int>(layers_.size()) - 1;
 }
 
 void Pipeline::begin_step(std::shared_ptr<const PipelineStep> step) { step_ = std::move(step); }
@@ -77,21 +77,20 @@ void Pipeline::wait(int layer) {
   Task& task = tasks_[layer];
   std::unique_lock lock(mutex_);
   if (task.state == State::kIdle) return;
-  ++counters_.stalls;
-  const auto start = Clock::now();
-  if (task.state == State::kQueued) {
-    queue_.erase(std::find(queue_.begin(), queue_.end(), layer));
-    task.state = State::kRunning;
-    lock.unlock();
-    PipelineCounters counters;
-    execute(layer, task, counters);
-    lock.lock();
-    add(counters);
-    task.state = State::kIdle;
-  } else {
-    finished_.wait(lock, [&] { return task.state == State::kIdle; });
+  if (task.state != State::kDone) {
+    ++counters_.stalls;
+    const auto start = Clock::now();
+    if (task.state == State::kQueued) {
+      queue_.erase(std::find(queue_.begin(), queue_.end(), layer));
+      task.state = State::kRunning;
+      finish(layer, task, lock);
+    } else {
+      finished_.wait(lock, [&] { return task.state == State::kDone; });
+    }
+    counters_.stall_ns += ns_since(start);
   }
-  counters_.stall_ns += ns_since(start);
+  task.state = State::kIdle;
+  if (task.error) std::rethrow_exception(std::exchange(task.error, nullptr));
 }
 
 int64_t Pipeline::run(int layer, const Queries& queries, float scale, int64_t cap) {
@@ -106,12 +105,10 @@ int64_t Pipeline::run(int layer, const Queries& queries, float scale, int64_t ca
                  step.entries[share / heads] * queries.stride * element_bytes(queries.dtype);
     execute_share(layers_[layer], step, query, scale, cap, share, counters);
     std::lock_guard lock(mutex);
-    total.fetched += counters.fetched;
-    total.deferred += counters.deferred;
-    for (int stage = 0; stage < 3; ++stage) total.stage_ns[stage] += counters.stage_ns[stage];
+    total += counters;
   });
   std::lock_guard lock(mutex_);
-  add(total);
+  counters_ += total;
   return total.fetched;
 }
 
@@ -121,6 +118,7 @@ PipelineCounters Pipeline::counters() {
 }
 
 void Pipeline::serve() {
+  use_configured_cpus();
   yield_to_the_forward_pass();
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -130,14 +128,24 @@ void Pipeline::serve() {
     queue_.pop_front();
     Task& task = tasks_[layer];
     task.state = State::kRunning;
-    lock.unlock();
-    PipelineCounters counters;
-    execute(layer, task, counters);
-    lock.lock();
-    add(counters);
-    task.state = State::kIdle;
+    finish(layer, task, lock);
     finished_.notify_all();
   }
+}
+
+void Pipeline::finish(int layer, Task& task, std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  PipelineCounters counters;
+  std::exception_ptr error;
+  try {
+    execute(layer, task, counters);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  counters_ += counters;
+  task.error = error;
+  task.state = State::kDone;
 }
 
 void Pipeline::execute(int layer, Task& task, PipelineCounters& counters) const {
@@ -180,10 +188,10 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   counters.stage_ns[2] += ns_since(start);
 }
 
-void Pipeline::add(const PipelineCounters& counters) {
-  counters_.fetched += counters.fetched;
-  counters_.deferred += counters.deferred;
-  for (int stage = 0; stage < 3; ++stage) counters_.stage_ns[stage] += counters.stage_ns[stage];
+void PipelineCounters::operator+=(const PipelineCounters& other) {
+  fetched += other.fetched;
+  deferred += other.deferred;
+  for (size_t stage = 0; stage < stage_ns.size(); ++stage) stage_ns[stage] += other.stage_ns[stage];
 }
 
 }  // namespace oasis

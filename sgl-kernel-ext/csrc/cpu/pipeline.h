@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -18,7 +19,6 @@ namespace oasis {
 
 // How blocks are scored.
 struct Selector {
-  SummaryFormat format;
   float tightness;
   int64_t sinks;
 };
@@ -54,28 +54,29 @@ struct PipelineCounters {
   int64_t stalls = 0;
   int64_t stall_ns = 0;
   std::array<int64_t, 3> stage_ns = {};
+
+  void operator+=(const PipelineCounters& other);
 };
 
 class Pipeline {
  public:
-  // Without threads, tasks run when they are waited for.
   Pipeline(int threads, const Selector& selector);
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  int add_layer(const PipelineLayer& layer);
+  void add_layer(const PipelineLayer& layer);
   void begin_step(std::shared_ptr<const PipelineStep> step);
   // The layer's previous task must have been waited for.
   void submit(int layer, const Queries& queries, float scale, int64_t cap);
-  // Returns when the layer's task is through; runs it here if no thread has begun it.
+  // Returns when the layer's task is through; runs it here if no thread has begun it. Rethrows what the task threw.
   void wait(int layer);
   // Runs a task here, on all threads of the forward pass; returns the number of blocks loaded.
   int64_t run(int layer, const Queries& queries, float scale, int64_t cap);
   PipelineCounters counters();
 
  private:
-  enum class State { kIdle, kQueued, kRunning };
+  enum class State { kIdle, kQueued, kRunning, kDone };
   struct Task {
     State state = State::kIdle;
     std::shared_ptr<const PipelineStep> step;
@@ -83,14 +84,16 @@ class Pipeline {
     int64_t query_heads = 0;
     float scale = 0;
     int64_t cap = 0;
+    std::exception_ptr error;
   };
 
   void serve();
+  // Executes a task that is kRunning and makes it kDone; `lock` is released meanwhile.
+  void finish(int layer, Task& task, std::unique_lock<std::mutex>& lock);
   void execute(int layer, Task& task, PipelineCounters& counters) const;
   // The part of one (entry, head), through every stage; `query` is the entry's.
   void execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
                      int64_t cap, int64_t share, PipelineCounters& counters) const;
-  void add(const PipelineCounters& counters);
 
   const Selector selector_;
   std::vector<PipelineLayer> layers_;

@@ -10,7 +10,6 @@ typedef int32_t Vi __attribute__((vector_size(64)));
 typedef uint32_t Vu __attribute__((vector_size(64)));
 typedef uint16_t Vu16 __attribute__((vector_size(32)));
 typedef uint8_t Vu8 __attribute__((vector_size(16)));
-typedef int8_t Vi8 __attribute__((vector_size(16)));
 
 #define OASIS_INLINE static inline __attribute__((always_inline))
 
@@ -89,7 +88,7 @@ OASIS_INLINE Vf exponential(Vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
   const Vi power = ((Vi)shifted - 0x4b400000 + 127) << 23;
-  return select(x > -87.0f, p * (Vf)power, splat(0.0f));
+  return select(x < -87.0f, splat(0.0f), p * (Vf)power);  // NaN stays NaN
 }
 
 template <int kWidth, typename V>
@@ -98,7 +97,8 @@ OASIS_INLINE V swap_halves(V v) {
   return __builtin_shuffle(v, index);
 }
 
-OASIS_INLINE float reduce_sum(Vf v) {
+template <typename V>
+OASIS_INLINE auto reduce_sum(V v) {
   v += swap_halves<8>(v);
   v += swap_halves<4>(v);
   v += swap_halves<2>(v);

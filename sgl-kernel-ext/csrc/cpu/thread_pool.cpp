@@ -1,6 +1,11 @@
 #include "thread_pool.h"
 
 #include <memory>
+#include <utility>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 namespace oasis {
 
@@ -35,9 +40,11 @@ void ThreadPool::run(int64_t count, const std::function<void(int64_t)>& body) {
   std::unique_lock lock(mutex_);
   body_ = nullptr;  // who wakes up only now finds nothing to do
   helpers_done_.wait(lock, [this] { return busy_ == 0; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void ThreadPool::help() {
+  use_configured_cpus();
   uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -55,8 +62,14 @@ void ThreadPool::help() {
   }
 }
 
-void ThreadPool::work(const std::function<void(int64_t)>& body, int64_t count) {
-  for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+void ThreadPool::work(const std::function<void(int64_t)>& body, int64_t count) noexcept {
+  try {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+  } catch (...) {
+    next_.store(count, std::memory_order_relaxed);  // the others need not go on
+    std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::current_exception();
+  }
 }
 
 namespace {
@@ -66,10 +79,30 @@ std::unique_ptr<ThreadPool>& pool() {
   return instance;
 }
 
+std::vector<int>& configured_cpus() {
+  static std::vector<int> cpus;
+  return cpus;
+}
+
 }  // namespace
 
 ThreadPool& thread_pool() { return *pool(); }
 
-void set_threads(int threads) { pool() = std::make_unique<ThreadPool>(threads); }
+void configure_threads(int threads, std::vector<int> cpus) {
+  pool().reset();
+  configured_cpus() = std::move(cpus);
+  pool() = std::make_unique<ThreadPool>(threads);
+}
+
+void use_configured_cpus() {
+#ifdef __linux__
+  if (configured_cpus().empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : configured_cpus())
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+  sched_setaffinity(0, sizeof(set), &set);  // where it is refused, the thread stays where it is
+#endif
+}
 
 }  // namespace oasis

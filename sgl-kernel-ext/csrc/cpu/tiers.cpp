@@ -136,14 +136,6 @@ int64_t select_row(const float* scores, int64_t candidates, const ResidentLayer&
   return missing.size() - count;
 }
 
-void best_blocks(const float* scores, int64_t candidates, int64_t wanted, int64_t* best) {
-  thread_local std::vector<int32_t> blocks;
-  top(scores, candidates, wanted, blocks);
-  std::sort(blocks.begin(), blocks.end(),
-            [&](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
-  std::copy(blocks.begin(), blocks.end(), best);
-}
-
 void admit(const ResidentLayer& layer, const ChunkPool& host, int64_t row, int64_t head, int64_t page, Admission admission,
            int32_t step) {
   std::memcpy(layer.blocks.chunk(row, head, admission.slot), host.chunk(0, head, page),

@@ -64,9 +64,6 @@ struct Admission {
 int64_t select_row(const float* scores, int64_t candidates, const ResidentLayer& layer, int64_t row, int64_t head,
                    int32_t step, int64_t cap, std::vector<Admission>& admissions);
 
-// The K best of `candidates` scores, best first; equal scores in the order of the blocks.
-void best_blocks(const float* scores, int64_t candidates, int64_t wanted, int64_t* best);
-
 // Loads a block from its host page over a resident slot.
 void admit(const ResidentLayer& layer, const ChunkPool& host, int64_t row, int64_t head, int64_t page, Admission admission,
            int32_t step);
