@@ -74,10 +74,16 @@ class Step:
 
 
 def cases_of(backend: str, options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(batch, context) that the backend runs: stock SGLang is slow, and a resident tier of everything is large."""
+    """(batch, context) that the backend runs.
+
+    A resident tier of everything is large, so it gets the smaller ones, and stock SGLang, which is slow, the largest of
+    these.
+    """
     cases = [(batch, context) for batch in options.batches for context in options.contexts]
-    few = backend in ("stock", "lookahead-all-resident")
-    return [case for case in cases if not few or case[0] * case[1] <= options.few_tokens]
+    few = [case for case in cases if case[0] * case[1] <= options.few_tokens]
+    if backend == "stock":
+        return [max(few, key=lambda case: (case[0] * case[1], case[1]))]
+    return few if backend == "lookahead-all-resident" else cases
 
 
 def flags_of(backend: str, cases: Sequence[tuple[int, int]], options: argparse.Namespace) -> Sequence[str]:
