@@ -8,21 +8,18 @@ All get the same requests, stock SGLang only the first few of them, because each
 of stock SGLang and of the dense backend, as the resident tier (blocks, maps, summaries) of lookahead KV. The dense
 backend is also run with as much as all requests take.
 
-Decode throughput is the number of requests that decode at once (by SGLang's metrics; the upper quartile) over the
-median inter-token latency: prefill, which interrupts decoding, does not count. The whole run's output throughput and
-the times to first token, in which it does, stand beside it.
+Decode throughput is the number of requests that decode at a time over the time between two tokens of one of them,
+median over all tokens: prefill, which interrupts decoding, hardly counts. The whole run's output throughput and the
+times to first token, in which it does, stand beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +28,7 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmark import report
+from benchmark.token_times import decoding
 from sglang_oasis.reference_model import reference_model_path
 from test.e2e.server import Server, launch_server
 from test.reference.corpus import real_text_tokens
@@ -48,8 +46,8 @@ class Run:
     Attributes:
         server, workload: what ran.
         requests: sent, all at once.
-        running: how many decoded at once, upper quartile over the time in which any did.
-        decode_throughput: tokens per second while they decode.
+        running: requests that decoded at once, median over the tokens.
+        decode_throughput: tokens per second of all that decode, median over the tokens.
         output_throughput: tokens per second of the whole run.
         median_itl_ms: milliseconds between two tokens of a request.
         median_ttft_ms: milliseconds to the first token.
@@ -58,7 +56,7 @@ class Run:
     server: str
     workload: str
     requests: int
-    running: int
+    running: float
     decode_throughput: float
     output_throughput: float
     median_itl_ms: float
@@ -83,7 +81,7 @@ def servers(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     everything = str(pool_tokens(options.requests, options))
     common = (
         *("--dtype", "bfloat16", "--context-length", str(options.longest + options.output + 2 * PAGE)),
-        *("--page-size", str(PAGE), "--enable-metrics", "--chunked-prefill-size", "2048"),
+        *("--page-size", str(PAGE), "--chunked-prefill-size", "2048"),
     )
     gigabytes = same_bytes * kv_bytes_per_token() / 1e9
     return {
@@ -112,29 +110,6 @@ def write_dataset(file: Path, options: argparse.Namespace) -> None:
             lines.write(json.dumps({"conversations": turns}) + "\n")
 
 
-class RunningRequests(threading.Thread):
-    """Watches how many requests run, until it is stopped."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(daemon=True)
-        self._server = server
-        self._stopped = threading.Event()
-        self._samples: list[int] = []
-
-    def run(self) -> None:
-        while not self._stopped.wait(0.2):
-            metrics = self._server.get("/metrics").text
-            values = re.findall(r"^sglang:num_running_reqs(?:\{.*\})? ([0-9.e+]+)$", metrics, re.MULTILINE)
-            self._samples.append(max((int(float(value)) for value in values), default=0))
-
-    def stop(self) -> int:
-        """The upper quartile of the number of running requests while there were any: they come and go one by one."""
-        self._stopped.set()
-        self.join()
-        busy = sorted(sample for sample in self._samples if sample)
-        return busy[len(busy) * 3 // 4] if busy else 0
-
-
 def bench(server: Server, name: str, workload: str, requests: int, dataset: Path, options: argparse.Namespace) -> Run:
     """Run `sglang.bench_serving` once, on an empty prefix cache."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -151,22 +126,19 @@ def bench(server: Server, name: str, workload: str, requests: int, dataset: Path
             *("--dataset-path", str(dataset), "--sharegpt-output-len", str(options.output)),
             *(*shared, "--gsp-output-len", str(options.output)),
         ]
-        watch = RunningRequests(server)
-        watch.start()
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        running = watch.stop()
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-2000:]}")
         result = json.loads(output.read_text().splitlines()[-1])
-    itl = statistics.median(latency for request in result["itls"] for latency in request)
+    running, throughput = decoding(result["ttfts"], result["itls"])
     return Run(
         server=name,
         workload=workload,
         requests=requests,
         running=running,
-        decode_throughput=running / itl,
+        decode_throughput=throughput,
         output_throughput=result["output_throughput"],
-        median_itl_ms=1e3 * itl,
+        median_itl_ms=result["median_itl_ms"],
         median_ttft_ms=result["median_ttft_ms"],
     )
 
@@ -177,7 +149,7 @@ def show(runs: Sequence[Run]) -> None:
         ("server", "workload", "requests", "running", "decode tok/s", "output tok/s", "ITL ms", "TTFT s"),
         [
             (
-                *(r.server, r.workload, str(r.requests), str(r.running), f"{r.decode_throughput:.1f}"),
+                *(r.server, r.workload, str(r.requests), f"{r.running:.0f}", f"{r.decode_throughput:.1f}"),
                 *(f"{r.output_throughput:.1f}", f"{r.median_itl_ms:.1f}", f"{r.median_ttft_ms / 1e3:.1f}"),
             )
             for r in runs

@@ -1,0 +1,26 @@
+"""What the arrival times of tokens say about decoding."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+
+
+def decoding(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(requests that decode at once, their tokens per second), medians over all tokens but the first of each request.
+
+    Args:
+        ttfts: seconds to the first token of requests that were sent at the same time.
+        itls: per request, seconds between its tokens.
+    """
+    arrivals = [
+        list(itertools.accumulate(latencies, initial=first)) for first, latencies in zip(ttfts, itls, strict=True)
+    ]
+    counts, rates = [], []
+    for times in arrivals:
+        for before, now in itertools.pairwise(times):
+            if now > before:  # several tokens may come in one piece
+                counts.append(sum(other[0] <= before and now <= other[-1] for other in arrivals))
+                rates.append(counts[-1] / (now - before))
+    return statistics.median(counts), statistics.median(rates)
