@@ -60,6 +60,8 @@ void Pipeline::submit(int layer, const Queries& queries, float scale, int64_t ca
   task.query_heads = queries.heads;
   task.scale = scale;
   task.cap = cap;
+  task.shares = step_->entries.size() * layers_[layer].host.kv_heads;
+  task.next_share.store(0, std::memory_order_relaxed);
   task.queries.resize(step_->entries.size() * width);
   for (size_t i = 0; i < step_->entries.size(); ++i)
     for (int64_t head = 0; head < queries.heads; ++head)
@@ -80,13 +82,9 @@ void Pipeline::wait(int layer) {
   if (task.state != State::kDone) {
     ++counters_.stalls;
     const auto start = Clock::now();
-    if (task.state == State::kQueued) {
-      queue_.erase(std::find(queue_.begin(), queue_.end(), layer));
-      task.state = State::kRunning;
-      finish(layer, task, lock);
-    } else {
-      finished_.wait(lock, [&] { return task.state == State::kDone; });
-    }
+    if (task.state == State::kQueued) queue_.erase(std::find(queue_.begin(), queue_.end(), layer));
+    work_on(layer, task, lock);
+    finished_.wait(lock, [&] { return task.state == State::kDone; });
     counters_.stall_ns += ns_since(start);
   }
   task.state = State::kIdle;
@@ -126,37 +124,34 @@ void Pipeline::serve() {
     if (queue_.empty()) return;
     const int layer = queue_.front();
     queue_.pop_front();
-    Task& task = tasks_[layer];
-    task.state = State::kRunning;
-    finish(layer, task, lock);
-    finished_.notify_all();
+    work_on(layer, tasks_[layer], lock);
   }
 }
 
-void Pipeline::finish(int layer, Task& task, std::unique_lock<std::mutex>& lock) {
+void Pipeline::work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock) {
+  const PipelineLayer& place = layers_[layer];
+  const int64_t heads = place.host.kv_heads, width = task.query_heads * place.host.head_dim;
+  task.state = State::kRunning;
+  ++task.workers;
   lock.unlock();
   PipelineCounters counters;
   std::exception_ptr error;
   try {
-    execute(layer, task, counters);
+    for (int64_t share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;) {
+      const Queries query{task.queries.data() + share / heads * width, DType::kFloat32, width, task.query_heads};
+      execute_share(place, *task.step, query, task.scale, task.cap, share, counters);
+    }
   } catch (...) {
     error = std::current_exception();
   }
   lock.lock();
   counters_ += counters;
-  task.error = error;
-  task.state = State::kDone;
-}
-
-void Pipeline::execute(int layer, Task& task, PipelineCounters& counters) const {
-  const PipelineLayer& place = layers_[layer];
-  const int64_t heads = place.host.kv_heads, width = task.query_heads * place.host.head_dim;
-  const int64_t shares = task.step->entries.size() * heads;
-  for (int64_t share = 0; share < shares; ++share) {
-    const Queries query{task.queries.data() + share / heads * width, DType::kFloat32, width, task.query_heads};
-    execute_share(place, *task.step, query, task.scale, task.cap, share, counters);
+  if (error) task.error = error;
+  if (--task.workers == 0) {
+    task.state = State::kDone;
+    task.step.reset();
+    finished_.notify_all();
   }
-  task.step.reset();
 }
 
 void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,

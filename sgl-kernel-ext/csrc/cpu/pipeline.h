@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -69,7 +70,7 @@ class Pipeline {
   void begin_step(std::shared_ptr<const PipelineStep> step);
   // The layer's previous task must have been waited for.
   void submit(int layer, const Queries& queries, float scale, int64_t cap);
-  // Returns when the layer's task is through; runs it here if no thread has begun it. Rethrows what the task threw.
+  // Returns when the layer's task is through; does here whatever of it no thread has begun. Rethrows what the task threw.
   void wait(int layer);
   // Runs a task here, on all threads of the forward pass; returns the number of blocks loaded.
   int64_t run(int layer, const Queries& queries, float scale, int64_t cap);
@@ -84,13 +85,15 @@ class Pipeline {
     int64_t query_heads = 0;
     float scale = 0;
     int64_t cap = 0;
+    int64_t shares = 0;                  // one for every entry and KV head
+    std::atomic<int64_t> next_share{0};  // the first that nobody has begun
+    int workers = 0;
     std::exception_ptr error;
   };
 
   void serve();
-  // Executes a task that is kRunning and makes it kDone; `lock` is released meanwhile.
-  void finish(int layer, Task& task, std::unique_lock<std::mutex>& lock);
-  void execute(int layer, Task& task, PipelineCounters& counters) const;
+  // Does the shares of a task that nobody has begun; the last to leave makes it kDone. `lock` is released meanwhile.
+  void work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock);
   // The part of one (entry, head), through every stage; `query` is the entry's.
   void execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
                      int64_t cap, int64_t share, PipelineCounters& counters) const;
