@@ -10,7 +10,7 @@ namespace oasis {
 namespace {
 
 constexpr int64_t kVectorsPerItem = 64;
-constexpr int64_t kKeysPerItem = 512;  // of sequences with few queries
+constexpr int64_t kKeysPerItem = 1024;  // of sequences with few queries
 // Scores (keys times query vectors) below which waking other threads takes longer than doing the work.
 constexpr int64_t kScoresWorthThreads = 1 << 15;
 
