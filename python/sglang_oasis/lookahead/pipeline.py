@@ -6,6 +6,7 @@ One task per layer at a time; a layer waits for its own task only. `NativePipeli
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -167,6 +168,7 @@ class TorchPipeline:
         self._rank = partial(rank_blocks, selector, sink_blocks=tier.layout.sink_blocks)
         self._step: PredictionStep | None = None
         self._fetched = self._deferred = 0
+        self._counting = threading.Lock()
         self._stages = StagePipeline(
             [Stage(name, getattr(self, f"_{name}")) for name in STAGES],
             tier.layout.num_layers,
@@ -220,6 +222,7 @@ class TorchPipeline:
             resident.blocks, resident.maps, self._host.kv[layer], step.pages[step.entries], step.rows, admissions,
             step.number,
         )  # fmt: skip
-        self._fetched += admissions.admitted
-        self._deferred += admissions.deferred
+        with self._counting:  # `run` transfers in the caller's thread, while other layers' tasks do in the background
+            self._fetched += admissions.admitted
+            self._deferred += admissions.deferred
         return selected

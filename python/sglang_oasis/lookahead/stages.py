@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ class StagePipeline:
         ]
         self._pending: list[Future[None] | None] = [None] * num_layers
         self.seconds = {stage.name: 0.0 for stage in stages}
+        self._timing = threading.Lock()
         self.stall_seconds = 0.0
         self.stalls = 0
 
@@ -90,7 +92,8 @@ class StagePipeline:
     def _timed(self, stage: Stage, value: Any) -> Any:
         start = time.perf_counter()
         value = stage.run(value)
-        self.seconds[stage.name] += time.perf_counter() - start
+        with self._timing:  # `run` is in the caller's thread
+            self.seconds[stage.name] += time.perf_counter() - start
         return value
 
     def _pass_on(self, index: int, value: Any, done: Future[None]) -> None:
