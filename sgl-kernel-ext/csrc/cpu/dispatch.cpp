@@ -25,10 +25,15 @@ const Kernels& choose() {
   } candidates[] = {{kernels_baseline, true}};
 #endif
   const char* wanted = std::getenv("SGLANG_OASIS_CPU_ISA");
-  for (const auto& candidate : candidates)
-    if (candidate.runs && (wanted == nullptr || std::strcmp(wanted, candidate.table.isa) == 0)) return candidate.table;
-  throw std::runtime_error("SGLANG_OASIS_CPU_ISA is " + std::string(wanted) +
-                           ", which this machine does not run: unset it to let the fastest be chosen.");
+  const bool any = wanted == nullptr || *wanted == '\0';
+  std::string possible;
+  for (const auto& candidate : candidates) {
+    if (!candidate.runs) continue;
+    if (any || std::strcmp(wanted, candidate.table.isa) == 0) return candidate.table;
+    possible += std::string(possible.empty() ? "" : ", ") + candidate.table.isa;
+  }
+  throw std::runtime_error("SGLANG_OASIS_CPU_ISA is " + std::string(wanted) + ", which this machine does not run: use " +
+                           possible + ", or unset it to let the fastest be chosen.");
 }
 
 }  // namespace
