@@ -129,9 +129,7 @@ def _attempt(action: Callable[[], T]) -> T | None:
         reason = next((line for line in lines if "error:" in line), lines[-1])
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++, or set CXX to one"
-        logger.warning(
-            "The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason.rstrip(".")
-        )
+        logger.warning("The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason.rstrip("."))
         return None
 
 
