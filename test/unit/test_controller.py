@@ -26,6 +26,7 @@ class Rig:
     """One row past its budget, in two layers, and a selector that waits for a signal."""
 
     def __init__(self) -> None:
+        torch.manual_seed(5)  # with which the prediction differs from what is resident
         self.release = threading.Event()
         self.release.set()
         self.entered = threading.Event()
