@@ -101,7 +101,7 @@ class AttentionCase:
         assert out.dtype == self.query.dtype
         return out
 
-    def check(self, tolerance: float) -> None:
+    def assert_near_reference(self, tolerance: float) -> None:
         """Within `tolerance` of the float32 reference, relative to the attention-weighted mean of |V|."""
         single = {**vars(self), "query": self.query.float(), "blocks": self.blocks.float()}
         exact = paged_attention.reference(**single)
@@ -172,7 +172,7 @@ def test_attention(
     scale: float,
     seed: int,
 ) -> None:
-    attention_case(heads, data.draw(sequences), dtype, by_row, seed, scale).check(TOLERANCE[dtype])
+    attention_case(heads, data.draw(sequences), dtype, by_row, seed, scale).assert_near_reference(TOLERANCE[dtype])
 
 
 @many
@@ -182,7 +182,7 @@ def test_attention_of_queries_of_another_dtype(
 ) -> None:
     case = attention_case(heads, sequences, stored, True, seed, 0.1)
     case.query = case.query.to(query)
-    case.check(0.02)
+    case.assert_near_reference(0.02)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -190,12 +190,16 @@ def test_attention_of_queries_of_another_dtype(
 @pytest.mark.parametrize("new", [1, 8, 70])
 def test_attention_where_the_key_ranges_meet(dtype: torch.dtype, length: int, new: int) -> None:
     """Some query tokens see nothing of the last range."""
-    attention_case(Heads(2, 2, 64, 16), [(length - new, new)], dtype, False, length, 0.2).check(TOLERANCE[dtype])
+    attention_case(Heads(2, 2, 64, 16), [(length - new, new)], dtype, False, length, 0.2).assert_near_reference(
+        TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("group", [1, 3, 64, 65, 80])
 def test_attention_of_groups_that_fill_a_piece_of_work(group: int) -> None:
-    attention_case(Heads(1, group, 32, 8), [(70, 3), (0, 3)], torch.float32, True, group, 0.2).check(2e-5)
+    attention_case(Heads(1, group, 32, 8), [(70, 3), (0, 3)], torch.float32, True, group, 0.2).assert_near_reference(
+        2e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

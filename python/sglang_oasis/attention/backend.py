@@ -16,7 +16,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from sglang_oasis.attention.clock import StepClock
-from sglang_oasis.attention.layers import check_layers, refuse_extras, split_heads
+from sglang_oasis.attention.layers import check_layers, layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
 from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import LookaheadKVConfig
@@ -117,8 +117,7 @@ class LookaheadAttentionBackend(AttentionBackend):
     ) -> Tensor:
         plan = self._prefill
         assert plan is not None
-        query, key, value = split_heads(layer, q, k, v)
-        refuse_extras(layer, save_kv_cache, kwargs)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         self.host.summarise(index, plan.completed_pages)
@@ -143,8 +142,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         assert plan is not None
         step, scale, clock = plan.step, layer.scaling, self.clock
         clock.enter_layer()
-        query, key, value = split_heads(layer, q, k, v)
-        refuse_extras(layer, save_kv_cache, kwargs)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         clock.lap("write_through")

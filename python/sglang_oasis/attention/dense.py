@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from sglang_oasis.attention.clock import StepClock
-from sglang_oasis.attention.layers import check_layers, refuse_extras, split_heads
+from sglang_oasis.attention.layers import check_layers, layer_inputs
 from sglang_oasis.attention.plan import Sequences, plan_host
 from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.ops.attention import paged_attention
@@ -77,8 +77,7 @@ class DenseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         assert self._sequences is not None
-        query, key, value = split_heads(layer, q, k, v)
-        refuse_extras(layer, save_kv_cache, kwargs)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._first_layer
         self.pool.write(index, forward_batch.out_cache_loc, key, value)
         return paged_attention(query, self.pool.kv[index], *self._sequences, layer.scaling).view(q.shape)

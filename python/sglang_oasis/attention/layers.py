@@ -14,24 +14,27 @@ from torch import Tensor
 from sglang_oasis.errors import LookaheadKVError
 
 
-def split_heads(layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat projections -> query [T, H*G, D], key and value [T, H, D]."""
+def layer_inputs(
+    layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, extras: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What SGLang hands to a forward method -> query [T, H*G, D], key and value [T, H, D].
+
+    Raises:
+        NotImplementedError: the layer wants what we do not do; attention sinks and the like must not be dropped in
+            silence.
+    """
     if k is None or v is None:
         raise NotImplementedError(f"sglang-oasis cannot serve layer {layer.layer_id}, which reuses another layer's KV.")
+    named = [name for name, value in extras.items() if value is not None]
+    if named or not save_kv_cache:
+        what = ", ".join(named) or "save_kv_cache=False"
+        raise NotImplementedError(f"sglang-oasis cannot serve attention layer {layer.layer_id}, which passes {what}.")
     heads = layer.tp_k_head_num
     return (
         q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
         k.view(-1, heads, layer.qk_head_dim),
         v.view(-1, heads, layer.v_head_dim),
     )
-
-
-def refuse_extras(layer: RadixAttention, save_kv_cache: bool, extras: dict[str, Any]) -> None:
-    """Attention sinks and the like must not be dropped in silence."""
-    named = [name for name, value in extras.items() if value is not None]
-    if named or not save_kv_cache:
-        what = ", ".join(named) or "save_kv_cache=False"
-        raise NotImplementedError(f"sglang-oasis cannot serve attention layer {layer.layer_id}, which passes {what}.")
 
 
 def check_layers(model: torch.nn.Module, flag: str) -> None:

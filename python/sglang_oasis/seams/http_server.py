@@ -12,7 +12,7 @@ from typing import Any
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.internal_state import STATE_KEY
 from sglang_oasis.seams.launch_environment import check_port
-from sglang_oasis.seams.server_args import dense, enabled
+from sglang_oasis.seams.server_args import enabled, uses_host_pool
 
 STATS_PATH = "/lookahead_kv/stats"
 
@@ -26,7 +26,7 @@ async def lookahead_kv_stats() -> dict[str, list[Any]]:
 
 
 def _check_port(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    if (enabled(server_args) or dense(server_args)) and server_args.node_rank == 0:
+    if uses_host_pool(server_args) and server_args.node_rank == 0:
         check_port(server_args.host, server_args.port)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
-from sglang_oasis.seams.server_args import dense, enabled
+from sglang_oasis.seams.server_args import enabled, uses_host_pool
 
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"
@@ -29,7 +29,7 @@ def install() -> None:
 
 def _set_defaults(server_args: Any, previous: Step) -> None:
     """Runs before any platform, model or attention default."""
-    if enabled(server_args) or dense(server_args):
+    if uses_host_pool(server_args):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
         page_size = resolving_view(server_args).page_size
@@ -46,12 +46,12 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
 
 def _check_model_first(server_args: Any, previous: Step) -> None:
     """Before SGLang asserts, for some models, that the attention backend is one it knows for them."""
-    if enabled(server_args) or dense(server_args):
+    if uses_host_pool(server_args):
         check_model(server_args)
     previous(server_args)
 
 
 def _validate(server_args: Any, previous: Step) -> None:
     previous(server_args)
-    if enabled(server_args) or dense(server_args):
+    if uses_host_pool(server_args):
         check_after_resolution(server_args)

@@ -41,7 +41,7 @@ class _Behaviour:
 
     def __post_init__(self: Any) -> None:
         _upstream().__post_init__(self)
-        if self.enable_lookahead_kv or dense(self):
+        if uses_host_pool(self):
             activation.request()
 
     def resolve_once(self: Any) -> None:
@@ -49,7 +49,7 @@ class _Behaviour:
             if not self.enable_lookahead_kv:
                 _refuse_flags_without_effect(self)
             _refuse_half_a_backend(self)
-            if self.enable_lookahead_kv or dense(self):
+            if uses_host_pool(self):
                 from sglang_oasis.seams.preflight import check_before_resolution
 
                 check_before_resolution(self)
@@ -126,6 +126,11 @@ def enabled(server_args: Any) -> bool:
 def dense(server_args: Any) -> bool:
     """Whether this record asks for the dense CPU backend, without lookahead KV."""
     return not enabled(server_args) and server_args.attention_backend == DENSE_BACKEND_NAME
+
+
+def uses_host_pool(server_args: Any) -> bool:
+    """Whether this record asks for one of our backends, both of which need the seams and the host pool."""
+    return enabled(server_args) or dense(server_args)
 
 
 def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:

@@ -30,8 +30,8 @@ struct Plan {
   int64_t scores = 0;
 };
 
-// Work in pieces of similar cost, a sequence's longest first. Few queries (decode, short suffixes) are split by keys, so that even
-// one long sequence occupies every thread; the split depends on nothing but the sequence itself.
+// Work in pieces of similar cost, a sequence's longest first. Few queries (decode, short suffixes) are split by keys, so
+// that even one long sequence occupies every thread; the split depends on nothing but the sequence itself.
 Plan divide(const AttentionArgs& args) {
   Plan plan;
   const int64_t tile = std::max<int64_t>(1, kVectorsPerItem / args.group);
