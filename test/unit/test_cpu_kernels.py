@@ -685,11 +685,12 @@ def test_a_closed_pipeline_says_so() -> None:
 def test_a_layer_takes_no_second_task_before_the_first_was_waited_for() -> None:
     tiers = Tiers.random(Heads(2, 64, 64, 8), (16, 1500), SUMMARY_FORMATS["int4"], torch.bfloat16, 0)
     pipeline = NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5))
-    pipeline.begin_step(tiers.step(4))
-    pipeline.submit(0, tiers.query(torch.bfloat16), 0.1, 4)
-    with pytest.raises(Exception, match="not waited for"):
+    for number in range(4, 24):  # the second comes before, while and after a thread begins the first
+        pipeline.begin_step(tiers.step(number))
         pipeline.submit(0, tiers.query(torch.bfloat16), 0.1, 4)
-    pipeline.drain()
+        with pytest.raises(Exception, match="not waited for"):
+            pipeline.submit(0, tiers.query(torch.bfloat16), 0.1, 4)
+        pipeline.wait(0)
     pipeline.close()
 
 

@@ -54,7 +54,10 @@ void Pipeline::begin_step(std::shared_ptr<const PipelineStep> step) { step_ = st
 
 void Pipeline::submit(int layer, const Queries& queries, float scale, int64_t cap) {
   Task& task = tasks_[layer];
-  if (task.state != State::kIdle) throw std::logic_error("the layer's last lookahead task was not waited for");
+  {
+    std::lock_guard lock(mutex_);
+    if (task.state != State::kIdle) throw std::logic_error("the layer's last lookahead task was not waited for");
+  }
   const int64_t dim = layers_[layer].host.head_dim, width = queries.heads * dim;
   task.step = step_;
   task.query_heads = queries.heads;
