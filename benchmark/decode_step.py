@@ -2,9 +2,12 @@
 
     python -m benchmark.decode_step
 
-Every backend serves the same requests: windows of a real text, whose prompts are in the prefix cache. A batch of
-requests is sent twice, with a few output tokens and with many; the difference is the time of the steps in between. Its
-parts, from the backend's own clock:
+All backends run at the same time, each on a server that sleeps while it has nothing to do, and take turns: every repeat
+passes all cases of all backends, so that a slow minute of the machine slows them all. They serve the same requests,
+windows of a real text, whose prompts are in the prefix cache. A batch of requests is sent twice, with a few output
+tokens and with many; the difference is the time of the steps in between. `to dense` and `to shortest` are medians of
+the ratios within one repeat: to the dense backend in the same case, and to the same backend with the shortest context.
+The parts of a step, from the backend's own clock:
 
     attention   the attention kernel; for the dense backend also storing the new K and V
     prediction  waiting for the last step's transfer, storing K and V in the host pool, handing over the lookahead query
@@ -20,11 +23,12 @@ they need not add up to the step exactly.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
@@ -50,48 +54,77 @@ WINDOW_DISTANCE = 997
 """Tokens between the starts of two prompts, so that they share no prefix."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One decode step of one backend; times in milliseconds, medians over the repeats.
+class Case(NamedTuple):
+    """What one backend runs.
 
     Attributes:
         backend: name.
         batch: requests that decode.
         context: tokens of each.
-        step: wall time.
+    """
+
+    backend: str
+    batch: int
+    context: int
+
+
+class Sample(NamedTuple):
+    """One decode step, the mean of many; times in milliseconds.
+
+    Attributes:
+        wall: its time.
         parts: part -> time.
         background: time of the pipeline's stages.
         stalls: waits that found a transfer unfinished.
+    """
+
+    wall: float
+    parts: dict[str, float]
+    background: float
+    stalls: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one backend, medians over the repeats; see `Case` and `Sample`.
+
+    Attributes:
+        to_dense: the step relative to the dense backend's.
+        to_shortest: relative to the same backend's with the shortest context.
+        walls: the step in each repeat.
     """
 
     backend: str
     batch: int
     context: int
     step: float
+    to_dense: float | None
+    to_shortest: float
     parts: dict[str, float]
     background: float
     stalls: float
+    walls: list[float]
 
 
-def cases_of(backend: str, options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(batch, context) that the backend runs.
+def cases_of(backend: str, options: argparse.Namespace) -> list[Case]:
+    """What the backend runs.
 
-    A resident tier of everything is large, so it gets the smaller ones, and stock SGLang, which is slow, the largest of
+    A resident tier of everything is large, so it gets the small cases, and stock SGLang, which is slow, the largest of
     these.
     """
-    cases = [(batch, context) for batch in options.batches for context in options.contexts]
-    few = [case for case in cases if case[0] * case[1] <= options.few_tokens]
+    cases = [Case(backend, batch, context) for batch in options.batches for context in options.contexts]
+    small = [case for case in cases if case.batch <= options.small[0] and case.context <= options.small[1]]
     if backend == "stock":
-        return [max(few, key=lambda case: (case[0] * case[1], case[1]))]
-    return few if backend == "lookahead-all-resident" else cases
+        return small[-1:]
+    return small if backend == "lookahead-all-resident" else cases
 
 
-def flags_of(backend: str, cases: Sequence[tuple[int, int]], options: argparse.Namespace) -> Sequence[str]:
-    batch, context = (max(sizes) for sizes in zip(*cases, strict=True))
-    tokens = max(batch * (context + MARGIN + 16) for batch, context in cases)
+def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -> Sequence[str]:
+    batch, context = max(case.batch for case in cases), max(case.context for case in cases)
+    tokens = max(case.batch * (case.context + MARGIN + 16) for case in cases)
     common = (
         *("--dtype", "bfloat16", "--context-length", str(context + MARGIN), "--page-size", "16"),
-        *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch)),
+        *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch), "--sleep-on-idle"),
     )
     if backend == "stock":
         return (*common, "--attention-backend", "torch_native")
@@ -128,51 +161,81 @@ def clocks(server: Server) -> dict[str, Any]:
     return {"steps": stats["decode_steps"], "stalls": 0, "parts": stats["step_seconds"], "background": 0.0}
 
 
-def measure(server: Server, backend: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Step:
+def measure(server: Server, prompts: Sequence[Sequence[int]], steps: int) -> Sample:
     """Time the steps between FEW and FEW + steps output tokens."""
-    generate(server, prompts, FEW)  # what is not in the prefix cache yet
-    walls, parts, background, stalls = [], [], [], []
-    for _ in range(options.repeats):
-        short = generate(server, prompts, FEW)
-        before = clocks(server)
-        walls.append(1e3 * (generate(server, prompts, FEW + options.steps) - short) / options.steps)
-        after = clocks(server)
-        steps = max(1, after["steps"] - before["steps"])
-        sums = dict.fromkeys(PARTS, 0.0)
-        for name, part in PART_OF.items():
-            sums[part] += 1e3 * (after["parts"].get(name, 0) - before["parts"].get(name, 0)) / steps
-        sums["overhead"] = walls[-1] - sum(sums.values())
-        parts.append(sums)
-        background.append(1e3 * (after["background"] - before["background"]) / steps)
-        stalls.append((after["stalls"] - before["stalls"]) / steps)
-    return Step(
-        backend,
-        len(prompts),
-        len(prompts[0]),
-        statistics.median(walls),
-        {part: statistics.median(sums[part] for sums in parts) for part in PARTS},
-        statistics.median(background),
-        statistics.median(stalls),
-    )
+    short = generate(server, prompts, FEW)
+    before = clocks(server)
+    wall = 1e3 * (generate(server, prompts, FEW + steps) - short) / steps
+    after = clocks(server)
+    taken = max(1, after["steps"] - before["steps"])
+    parts = dict.fromkeys(PARTS, 0.0)
+    for name, part in PART_OF.items():
+        parts[part] += 1e3 * (after["parts"].get(name, 0) - before["parts"].get(name, 0)) / taken
+    parts["overhead"] = wall - sum(parts.values())
+    background = 1e3 * (after["background"] - before["background"]) / taken
+    return Sample(wall, parts, background, (after["stalls"] - before["stalls"]) / taken)
 
 
-def run(backend: str, text: Sequence[int], options: argparse.Namespace) -> Iterable[Step]:
-    """Every batch size and context length on one server."""
-    cases = cases_of(backend, options)
-    with launch_server(*flags_of(backend, cases, options)) as server:
-        for batch, context in report.progress(cases, backend):
-            starts = [i * WINDOW_DISTANCE for i in range(batch)]
-            yield measure(server, backend, [list(text[start : start + context]) for start in starts], options)
+def run(text: Sequence[int], options: argparse.Namespace) -> dict[Case, list[Sample]]:
+    """All cases of all backends, in turns."""
+    cases = {backend: cases_of(backend, options) for backend in options.backends}
+    samples: dict[Case, list[Sample]] = {case: [] for backend in options.backends for case in cases[backend]}
+    with contextlib.ExitStack() as stack:
+        servers = {
+            backend: stack.enter_context(launch_server(*flags_of(backend, cases[backend], options)))
+            for backend in options.backends
+        }
+        for case in report.progress(sorted(samples, key=lambda case: case.context), "prompts"):
+            generate(servers[case.backend], prompts_of(case, text), FEW)
+        turns = [case for _ in range(options.repeats) for case in samples]
+        for case in report.progress(turns, "steps"):
+            samples[case].append(measure(servers[case.backend], prompts_of(case, text), options.steps))
+    return samples
+
+
+def prompts_of(case: Case, text: Sequence[int]) -> list[Sequence[int]]:
+    """Windows of the text that share no prefix; those of a shorter context begin those of a longer one."""
+    return [text[start : start + case.context] for start in range(0, case.batch * WINDOW_DISTANCE, WINDOW_DISTANCE)]
+
+
+def summarise(samples: Mapping[Case, Sequence[Sample]]) -> list[Step]:
+    def relative(case: Case, base: Case) -> float | None:
+        if base not in samples:
+            return None
+        return statistics.median(a.wall / b.wall for a, b in zip(samples[case], samples[base], strict=True))
+
+    steps = []
+    for case, taken in samples.items():
+        shortest = min(other.context for other in samples if other[:2] == case[:2])
+        to_shortest = relative(case, case._replace(context=shortest))
+        assert to_shortest is not None
+        steps.append(
+            Step(
+                *case,
+                statistics.median(sample.wall for sample in taken),
+                relative(case, case._replace(backend="dense")),
+                to_shortest,
+                {part: statistics.median(sample.parts[part] for sample in taken) for part in PARTS},
+                statistics.median(sample.background for sample in taken),
+                statistics.median(sample.stalls for sample in taken),
+                [sample.wall for sample in taken],
+            )
+        )
+    return steps
 
 
 def show(steps: Sequence[Step]) -> None:
-    columns = ("backend", "batch", "context", "step ms", *PARTS, "background", "stalls")
+    columns = (
+        *("backend", "batch", "context", "step ms", "to dense", "to shortest"),
+        *(*PARTS, "background", "stalls"),
+    )
     report.show_table(
         "One decode step, milliseconds",
         columns,
         [
             (
                 *(step.backend, str(step.batch), str(step.context), f"{step.step:.1f}"),
+                *("-" if step.to_dense is None else f"{step.to_dense:.2f}", f"{step.to_shortest:.2f}"),
                 *("-" if step.backend == "stock" else f"{step.parts[part]:.1f}" for part in PARTS),
                 *(f"{step.background:.1f}", f"{step.stalls:.1f}"),
             )
@@ -201,19 +264,21 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8128])
     parser.add_argument("--budget", type=int, default=1024, help="budget of lookahead KV, tokens")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--few-tokens",
+        "--small",
+        nargs=2,
         type=int,
-        default=8 * 4096,
-        help="largest batch * context of stock and of lookahead-all-resident",
+        metavar=("BATCH", "CONTEXT"),
+        default=[8, 4096],
+        help="largest case of stock and of lookahead-all-resident",
     )
     parser.add_argument("--lookahead", nargs="*", default=[], help="more flags for lookahead KV")
     parser.add_argument("--name", default="decode_step")
     options = parser.parse_args()
     tokens = max(options.batches) * WINDOW_DISTANCE + max(options.contexts)
     text = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), tokens)
-    steps = [step for backend in options.backends for step in run(backend, text, options)]
+    steps = summarise(run(text, options))
     show(steps)
     report.save(options.name, {"options": vars(options), "steps": [asdict(step) for step in steps]}, plot(steps))
 

@@ -71,7 +71,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 100)  # a pipe or a log has 80 columns, too few for numbers
+    console.width = max(console.width, 120)  # a pipe or a log has 80 columns, too few for numbers
     console.print(table)
 
 
