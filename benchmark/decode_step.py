@@ -2,12 +2,12 @@
 
     python -m benchmark.decode_step
 
-All backends run at the same time, each on a server that sleeps while it has nothing to do, and take turns: every repeat
-passes all cases of all backends, so that a slow minute of the machine slows them all. They serve the same requests,
-windows of a real text, whose prompts are in the prefix cache. A batch of requests is sent twice, with a few output
-tokens and with many; the difference is the time of the steps in between. `to dense` and `to shortest` are medians of
-the ratios within one repeat: to the dense backend in the same case, and to the same backend with the shortest context.
-The parts of a step, from the backend's own clock:
+For each batch size, all backends run at the same time, each on a server that sleeps while it has nothing to do, and
+take turns: every repeat passes all contexts of all backends, so that a slow minute of the machine slows them all. They
+serve the same requests, windows of a real text, whose prompts are in the prefix cache. A batch of requests is sent
+twice, with a few output tokens and with many; the difference is the time of the steps in between. `to dense` and `to
+shortest` are medians of the ratios within one repeat: to the dense backend in the same case, and to the same backend
+with the shortest context. The parts of a step, from the backend's own clock:
 
     attention   the attention kernel; for the dense backend also storing the new K and V
     prediction  waiting for the last step's transfer, storing K and V in the host pool, handing over the lookahead query
@@ -176,19 +176,18 @@ def measure(server: Server, prompts: Sequence[Sequence[int]], steps: int) -> Sam
     return Sample(wall, parts, background, (after["stalls"] - before["stalls"]) / taken)
 
 
-def run(text: Sequence[int], options: argparse.Namespace) -> dict[Case, list[Sample]]:
-    """All cases of all backends, in turns."""
-    cases = {backend: cases_of(backend, options) for backend in options.backends}
-    samples: dict[Case, list[Sample]] = {case: [] for backend in options.backends for case in cases[backend]}
+def run(cases: Sequence[Case], text: Sequence[int], options: argparse.Namespace) -> dict[Case, list[Sample]]:
+    """The cases of one batch size, in turns."""
+    samples: dict[Case, list[Sample]] = {case: [] for case in cases}
+    backends = dict.fromkeys(case.backend for case in cases)
     with contextlib.ExitStack() as stack:
-        servers = {
-            backend: stack.enter_context(launch_server(*flags_of(backend, cases[backend], options)))
-            for backend in options.backends
-        }
-        for case in report.progress(sorted(samples, key=lambda case: case.context), "prompts"):
+        servers = {}
+        for backend in report.progress(list(backends), "servers"):
+            flags = flags_of(backend, [case for case in cases if case.backend == backend], options)
+            servers[backend] = stack.enter_context(launch_server(*flags))
+        for case in report.progress(sorted(cases, key=lambda case: case.context), "prompts"):
             generate(servers[case.backend], prompts_of(case, text), FEW)
-        turns = [case for _ in range(options.repeats) for case in samples]
-        for case in report.progress(turns, "steps"):
+        for case in report.progress([*cases] * options.repeats, "steps"):
             samples[case].append(measure(servers[case.backend], prompts_of(case, text), options.steps))
     return samples
 
@@ -278,7 +277,11 @@ def main() -> None:
     options = parser.parse_args()
     tokens = max(options.batches) * WINDOW_DISTANCE + max(options.contexts)
     text = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), tokens)
-    steps = summarise(run(text, options))
+    cases = [case for backend in options.backends for case in cases_of(backend, options)]
+    samples: dict[Case, list[Sample]] = {}
+    for batch in options.batches:
+        samples |= run([case for case in cases if case.batch == batch], text, options)
+    steps = summarise(samples)
     show(steps)
     report.save(options.name, {"options": vars(options), "steps": [asdict(step) for step in steps]}, plot(steps))
 

@@ -12,6 +12,7 @@ cd "$repo"
 export PYTHONPATH=$repo/python CXX=${CXX:-g++}
 export OASIS_KERNEL_EXAMPLES=${OASIS_KERNEL_EXAMPLES:-20}
 export OMP_NUM_THREADS=1 # torch's threads are not what is tested, and ThreadSanitizer cannot see them synchronise
+tests=(test/unit/test_cpu_kernels.py test/unit/test_cpu_pipeline.py)
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 
@@ -50,10 +51,10 @@ for sanitizer in "${sanitizers[@]}"; do
     case $sanitizer in
         address)
             check address libasan.so "-fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-                test/unit/test_cpu_kernels.py
+                "${tests[@]}"
             ;;
         thread)
-            check thread libtsan.so "-fsanitize=thread" test/unit/test_cpu_kernels.py -k "not instruction_sets"
+            check thread libtsan.so "-fsanitize=thread" "${tests[@]}" -k "not instruction_sets"
             ;;
         *)
             printf 'Unknown sanitizer %s; usage: scripts/sanitize.sh [address] [thread]\n' "$sanitizer" >&2

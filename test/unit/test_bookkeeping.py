@@ -27,6 +27,8 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 LAYERS, HEADS, DIM, BLOCK, ROWS = 2, 2, 16, 8, 4
 CONTEXT = 20 * BLOCK
 PAGES = 80
+NEAR_TIE = 1e-5
+"""Relative difference below which scores may rank in either order."""
 
 
 @dataclass
@@ -141,8 +143,17 @@ class Schedule(RuleBasedStateMachine):
     def adopt(self, row: int) -> None:
         """Take over what the build selected; which blocks those are is checked in `test_selection.py`."""
         request = self.live[row]
-        request.resident = [[set(h[h >= 0].tolist()) for h in layer.head_map[row]] for layer in self.tier.layers]
-        request.last_selected = [[dict.fromkeys(blocks, 0) for blocks in layer] for layer in request.resident]
+        request.resident = [[set()] * HEADS for _ in range(LAYERS)]
+        request.last_selected = [[{}] * HEADS for _ in range(LAYERS)]
+        for layer, head in itertools.product(range(LAYERS), range(HEADS)):
+            self.adopt_head(layer, row, head)
+
+    def adopt_head(self, layer: int, row: int, head: int) -> None:
+        """Take over what the tier holds."""
+        request, resident = self.live[row], self.tier.layers[layer]
+        ages = dict(zip(resident.head_map[row, head].tolist(), resident.last_selected[row, head].tolist(), strict=True))
+        ages.pop(-1, None)
+        request.resident[layer][head], request.last_selected[layer][head] = set(ages), ages
 
     @precondition(lambda self: self.live and len(self.free_pages) > ROWS)
     @rule(data=st.data())
@@ -225,6 +236,10 @@ class Schedule(RuleBasedStateMachine):
             bounds = (group @ midpoint.T + group.abs() @ half_range.T) * 0.5
             score = torch.softmax(bounds, -1).mean(0)
             score[: self.config.sink_blocks] = float("inf")
+            best = score.sort(descending=True).values[: budget + 1]
+            if (best[1:] > best[:-1] * (1 - NEAR_TIE)).any():
+                self.adopt_head(layer, row, head)  # sums in another order may rank them otherwise
+                continue
             ranking = sorted(range(candidates), key=lambda b: -float(score[b]))[:budget]
             resident, ages = request.resident[layer][head], request.last_selected[layer][head]
             missing = [b for b in ranking if b not in resident]
