@@ -48,6 +48,7 @@ PART_OF = {
 }
 FEW = 8
 """Output tokens of the short run."""
+PAGE = 16
 MARGIN = 64
 """Tokens beyond the context that a request may take; the reference model's contexts end at 8192."""
 WINDOW_DISTANCE = 997
@@ -115,15 +116,17 @@ def cases_of(backend: str, options: argparse.Namespace) -> list[Case]:
     cases = [Case(backend, batch, context) for batch in options.batches for context in options.contexts]
     small = [case for case in cases if case.batch <= options.small[0] and case.context <= options.small[1]]
     if backend == "stock":
-        return small[-1:]
+        return [max(small, key=lambda case: (case.batch, case.context))]
     return small if backend == "lookahead-all-resident" else cases
 
 
 def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -> Sequence[str]:
     batch, context = max(case.batch for case in cases), max(case.context for case in cases)
-    tokens = max(case.batch * (case.context + MARGIN + 16) for case in cases)
+    # The longest prompts, in which the others are, and for every case what it generates.
+    generated = len(cases) * (FEW + options.steps + 2 * PAGE)
+    tokens = max(case.batch * (case.context + 2 * PAGE + generated) for case in cases)
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(context + MARGIN), "--page-size", "16"),
+        *("--dtype", "bfloat16", "--context-length", str(context + MARGIN), "--page-size", str(PAGE)),
         *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch), "--sleep-on-idle"),
     )
     if backend == "stock":
