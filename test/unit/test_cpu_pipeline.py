@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +236,23 @@ def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.Monkey
     twin, got, expected = run_both(tiers, drive)
     assert got == expected
     assert tiers.same_as(twin)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")
+def test_its_threads_take_only_idle_cores() -> None:
+    def idlers() -> int:
+        policies = (os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir())
+        return sum(policy == os.SCHED_IDLE for policy in policies)
+
+    before = idlers()
+    tiers = Tiers.random(Heads(1, 1, 16, 8), (4, 30), SUMMARY_FORMATS["bf16"], torch.float32, 0)
+    pipeline = NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5))
+    deadline = time.monotonic() + 10
+    while idlers() == before:  # until its threads run
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pipeline.close()
+    assert idlers() == before
 
 
 def test_closing_finishes_what_is_under_way() -> None:

@@ -8,9 +8,7 @@
 #include "thread_pool.h"
 
 #ifdef __linux__
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include <sched.h>
 #endif
 
 namespace oasis {
@@ -22,10 +20,12 @@ int64_t ns_since(Clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
-// The forward pass goes first where cores are short: it is waited for, this work has a whole step's time.
+// Takes only what the forward pass leaves of the cores: it is waited for, this work has a whole step's time. A thread that
+// is merely nicer keeps a core for a while when it has one, and a parallel region waits for its slowest thread.
 void yield_to_the_forward_pass() {
 #ifdef __linux__
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 10);
+  const sched_param none{};
+  sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread; where it is refused, the thread competes
 #endif
 }
 
