@@ -1,0 +1,171 @@
+"""The EAGLE-3 head as SGLang runs it (`sglang/srt/models/llama_eagle3.py`, 0.5.23), written for training.
+
+A draft layer takes the embedding of the next token and the target's features of this one, or its own output once it
+drafts beyond the target, and gives the features from which the token after the next is read. EAGLE-3 (Li et al., 2025)
+trains it on what it will see: its own outputs, one to several steps deep ("training-time test").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head.
+
+    Attributes:
+        hidden_size, intermediate_size, heads, kv_heads, head_dim, rms_norm_eps, rope_theta: as in the target.
+        draft_vocab: tokens that the head can draft.
+        layers: ids of the target layers whose outputs are its features.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    draft_vocab: int
+    layers: tuple[int, ...]
+
+
+class Head(nn.Module):
+    """The trainable part; the embedding stays the target's.
+
+    Args:
+        shape: sizes.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        size, wide = shape.hidden_size, shape.heads * shape.head_dim
+        narrow = shape.kv_heads * shape.head_dim
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.layers) * size, size, bias=False)
+        self.input_layernorm = nn.RMSNorm(size, shape.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(size, shape.rms_norm_eps)
+        self.q_proj = nn.Linear(2 * size, wide, bias=False)
+        self.k_proj = nn.Linear(2 * size, narrow, bias=False)
+        self.v_proj = nn.Linear(2 * size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, size, bias=False)
+        self.post_attention_layernorm = nn.RMSNorm(size, shape.rms_norm_eps)
+        self.gate_proj = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, size, bias=False)
+        self.norm = nn.RMSNorm(size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(size, shape.draft_vocab, bias=False)
+
+    def drafts(self, embeddings: Tensor, features: Tensor, depth: int) -> list[Tensor]:
+        """Logits of `depth` drafts in a row, from every position.
+
+        Args:
+            embeddings: [b, T + depth, hidden], of the token after each position.
+            features: [b, T, layers * hidden], the target's, of each position.
+            depth: drafts.
+
+        Returns:
+            depth times [b, T, draft_vocab]; the logits at position t of draft i are for token t + 2 + i.
+        """
+        length = features.shape[1]
+        hidden = self.fc(features)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        logits = []
+        for step in range(depth):
+            hidden = self._layer(embeddings[:, step : step + length], hidden, step, keys, values)
+            logits.append(self.lm_head(self.norm(hidden)))
+        return logits
+
+    def _layer(self, embeddings: Tensor, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """The decoder layer at draft `step`; what it adds to `keys` and `values` the later steps attend to.
+
+        A position attends to the features of all positions up to its own, and to its own earlier drafts.
+        """
+        batch, length, _ = hidden.shape
+        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        query = self._heads(self.q_proj(both), self.shape.heads, step)
+        keys.append(self._heads(self.k_proj(both), self.shape.kv_heads, step))
+        values.append(self.v_proj(both).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2))
+        group = self.shape.heads // self.shape.kv_heads
+        wide_keys = [key.repeat_interleave(group, 1) for key in keys]
+        wide_values = [value.repeat_interleave(group, 1) for value in values]
+        scale = self.shape.head_dim**-0.5
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        scores = [(query @ wide_keys[0].transpose(2, 3) * scale).masked_fill(~causal, float("-inf"))]
+        scores += [(query * key).sum(-1, keepdim=True) * scale for key in wide_keys[1:]]
+        weights = torch.cat(scores, dim=-1).float().softmax(-1).to(query.dtype)
+        out = weights[..., :length] @ wide_values[0]
+        for i, value in enumerate(wide_values[1:]):
+            out = out + weights[..., length + i, None] * value
+        hidden = hidden + self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        inner = self.post_attention_layernorm(hidden)
+        return hidden + self.down_proj(F.silu(self.gate_proj(inner)) * self.up_proj(inner))
+
+    def _heads(self, flat: Tensor, heads: int, step: int) -> Tensor:
+        """[b, T, heads * D] -> [b, heads, T, D], rotated to positions step, step + 1, ..."""
+        vectors = flat.unflatten(-1, (heads, -1)).transpose(1, 2)
+        half = self.shape.head_dim // 2
+        frequency = self.shape.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
+        angle = (torch.arange(vectors.shape[2]) + step)[:, None] * frequency
+        cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)
+        first, second = vectors[..., :half], vectors[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def checkpoint(self, draft_tokens: Tensor, vocab: int) -> dict[str, Tensor]:
+        """The tensors under the names that SGLang loads, bfloat16.
+
+        Args:
+            draft_tokens: [draft_vocab] int64, token id of each draft id, ascending.
+            vocab: tokens of the target.
+        """
+        own = self.state_dict()
+        attention = {
+            f"self_attn.{name}.weight": own[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        }
+        mlp = {f"mlp.{name}.weight": own[f"{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj")}
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        layer = {**attention, **mlp, **{f"{name}.weight": own[f"{name}.weight"] for name in norms}}
+        weights = {
+            **{f"midlayer.{name}": tensor for name, tensor in layer.items()},
+            **{f"{name}.weight": own[f"{name}.weight"] for name in ("fc", "norm", "lm_head")},
+        }
+        known = torch.zeros(vocab, dtype=torch.bool)
+        known[draft_tokens] = True
+        return {
+            **{name: tensor.detach().bfloat16().contiguous() for name, tensor in weights.items()},
+            "d2t": draft_tokens - torch.arange(len(draft_tokens)),
+            "t2d": known,
+        }
+
+    def config(self, target: Any) -> dict[str, Any]:
+        """config.json of the checkpoint; `target` is the target's Hugging Face configuration."""
+        shape = self.shape
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+            "max_position_embeddings": target.max_position_embeddings,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": shape.draft_vocab,
+            "tie_word_embeddings": False,
+            "bos_token_id": target.bos_token_id,
+            "eos_token_id": target.eos_token_id,
+            "pad_token_id": target.pad_token_id,
+            "torch_dtype": "bfloat16",
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(shape.layers)},
+        }
