@@ -65,3 +65,7 @@ def _gauges(statistics: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{group}_{name}", value
     for name, value in statistics["bytes"].items():
         yield f"{name}_bytes", value
+    recall = statistics["recall"] or {}
+    for name in ("audits", "agreement", "mass", "worst_mass"):
+        if recall.get(name) is not None:
+            yield f"recall_{name}", recall[name]

@@ -57,7 +57,7 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
         },
         "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},
         "step_seconds": dict(backend.clock.seconds),
-        "recall": None,
+        "recall": None if backend.audit is None else backend.audit.statistics(),
     }
 
 

@@ -1,0 +1,197 @@
+"""Online audit: how much of what attention would have read was resident, from the full keys in host memory.
+
+The prediction cannot tell how good it is; the pool of record can. Every N steps one row is looked at in a few layers,
+in a thread of its own: which blocks the true query weighs most, and what part of its attention the working set covered.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.lookahead.step import DecodeStep
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.resident_tier import ResidentTier
+from sglang_oasis.tier.window import Window
+
+logger = logging.getLogger(__name__)
+
+LAYERS_PER_AUDIT = 2
+POOR_MASS = 0.9
+"""Attention mass below which a layer's working set is worth a line in the log."""
+MEMORY = 16
+"""Audits of a layer that its running mean remembers."""
+
+
+class Recall(NamedTuple):
+    """What one audit of one layer found, the mean over its KV heads.
+
+    Attributes:
+        agreement: share of the K blocks with the most attention mass that were resident.
+        mass: share of the attention mass that resident and local blocks had.
+    """
+
+    agreement: float
+    mass: float
+
+
+def measure_recall(
+    query: Tensor, keys: Tensor, length: int, resident: Tensor, first_local: int, scale: float
+) -> Recall:
+    """Compare a working set with full attention.
+
+    Args:
+        query: [H * G, D].
+        keys: [blocks, H, B, D], all of the row's blocks.
+        length: tokens of the row; what lies behind them is ignored.
+        resident: [H, K] int, logical blocks that were selected.
+        first_local: this block and those behind it were local.
+        scale: softmax scale.
+    """
+    blocks, heads, size, dim = keys.shape
+    vectors = keys.transpose(0, 1).reshape(heads, blocks * size, dim).float()
+    scores = query.float().view(heads, -1, dim) @ vectors.transpose(1, 2) * scale
+    scores[..., length:] = float("-inf")
+    mass = scores.softmax(-1).unflatten(-1, (blocks, size)).sum(-1).mean(1)  # [H, blocks]
+    chosen = resident.long()
+    best = mass[:, :first_local].topk(chosen.shape[1], dim=-1).indices
+    held = torch.zeros_like(mass, dtype=torch.bool).scatter_(1, chosen, True)
+    agreement = held.gather(1, best).float().mean()
+    held[:, first_local:] = True
+    return Recall(float(agreement), float((mass * held).sum(-1).mean()))
+
+
+@dataclass
+class LayerRecall:
+    """Running means of a layer's audits, the newest weighing most.
+
+    Attributes:
+        agreement, mass: see `Recall`; None before the first audit.
+        worst_mass: the lowest mass of any audit.
+    """
+
+    agreement: float | None = None
+    mass: float | None = None
+    worst_mass: float = 1.0
+
+    def add(self, found: Recall) -> None:
+        def mean(old: float | None, new: float) -> float:
+            return new if old is None else old + (new - old) / MEMORY
+
+        self.agreement, self.mass = mean(self.agreement, found.agreement), mean(self.mass, found.mass)
+        self.worst_mass = min(self.worst_mass, found.mass)
+
+
+@dataclass
+class Audit:
+    """Looks at a sampled row every `interval` steps.
+
+    Attributes:
+        tier, host: the tiers.
+        interval: steps between two audits.
+        layers: what was found, per layer.
+        audits: rows looked at.
+    """
+
+    tier: ResidentTier
+    host: HostPool
+    interval: int
+    layers: list[LayerRecall] = field(init=False)
+    audits: int = 0
+
+    def __post_init__(self) -> None:
+        self.layers = [LayerRecall() for _ in self.tier.layers]
+        self._thread = ThreadPoolExecutor(1, "lookahead-audit", initializer=torch.set_num_threads, initargs=(1,))
+        self._random = random.Random(0)
+        self._steps = 0
+        self._step: DecodeStep | None = None
+        self._entry = 0
+        self._sampled: set[int] = set()
+
+    def begin(self, step: DecodeStep) -> None:
+        """A decode step begins; choose what of it to look at."""
+        self._sampled, self._step = set(), step
+        self._steps += 1
+        if self._steps % self.interval:
+            return
+        sparse = [i for i, layer in enumerate(self.tier.layers) if layer.selected < self.tier.layout.max_blocks]
+        if not sparse:
+            return
+        entries = (step.windows.first_local > self.tier.layers[sparse[0]].selected).nonzero().flatten().tolist()
+        if entries:
+            self.audits += 1
+            self._entry = self._random.choice(entries)
+            self._sampled = set(self._random.sample(sparse, min(LAYERS_PER_AUDIT, len(sparse))))
+
+    def observe(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
+        """A layer is about to attend to its resident set.
+
+        Args:
+            layer: layer of this rank.
+            step: the decode step.
+            query: [n * m, H*G, D].
+            scale: softmax scale.
+        """
+        if layer not in self._sampled or step is not self._step:
+            return
+        row = int(step.rows[self._entry])
+        window = self.tier.window(int(step.windows.length[self._entry]))
+        self._thread.submit(
+            self._look,
+            layer,
+            row,
+            int(self.tier.rows.generation[row]),
+            window,
+            query[self._entry * step.tokens].clone(),
+            self.tier.layers[layer].head_map[row].cpu().clone(),
+            step.pages[self._entry, : window.open_block + 1].long(),
+            scale,
+        )
+
+    def statistics(self) -> dict[str, Any]:
+        """Per layer, None where nothing was looked at yet, and the means over the layers that were."""
+        seen = [layer for layer in self.layers if layer.mass is not None and layer.agreement is not None]
+        return {
+            "audits": self.audits,
+            "agreement": sum(layer.agreement or 0 for layer in seen) / len(seen) if seen else None,
+            "mass": sum(layer.mass or 0 for layer in seen) / len(seen) if seen else None,
+            "worst_mass": min((layer.worst_mass for layer in seen), default=None),
+            "layer_agreement": [layer.agreement for layer in self.layers],
+            "layer_mass": [layer.mass for layer in self.layers],
+        }
+
+    def close(self) -> None:
+        """End the thread, when what it has begun is done."""
+        self._thread.shutdown()
+
+    def _look(
+        self,
+        layer: int,
+        row: int,
+        generation: int,
+        window: Window,
+        query: Tensor,
+        resident: Tensor,
+        pages: Tensor,
+        scale: float,
+    ) -> None:
+        keys = self.host.kv[layer][pages, :, 0]
+        found = measure_recall(query.cpu(), keys, window.length, resident, window.first_local, scale)
+        if int(self.tier.rows.generation[row]) != generation:
+            return  # the pages may belong to another request by now
+        self.layers[layer].add(found)
+        if found.mass < POOR_MASS:
+            logger.warning(
+                "Lookahead KV: in layer %d the working set of a request of %d tokens covers %.1f%% of the attention "
+                "mass and has %.1f%% of the best blocks; raise --lookahead-kv-budget-tokens or -fetch-ratio.",
+                layer,
+                window.length,
+                100 * found.mass,
+                100 * found.agreement,
+            )
