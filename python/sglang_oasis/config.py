@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
 
 from sglang_oasis.errors import LookaheadKVError
 
@@ -45,6 +45,12 @@ DENSE_BACKEND_NAME = "oasis_cpu"
 
 ENABLE_FLAG = "enable_lookahead_kv"
 
+DRAFT, DUAL, LAST_QUERY = "draft", "dual", "last-query"
+"""Sources of the lookahead query."""
+
+DUAL_ALGORITHM = "LOOKAHEAD_DUAL"
+"""SGLang's --speculative-algorithm behind source `dual`: no draft model, the model guesses two tokens ahead."""
+
 KNOBS: tuple[Knob, ...] = (
     Knob(
         "lookahead_kv_budget_tokens",
@@ -64,8 +70,15 @@ KNOBS: tuple[Knob, ...] = (
         "lookahead_kv_source",
         AUTO,
         str,
-        "Query that predicts the next step's blocks; only 'last-query' is available today and 'auto' picks it.",
-        (AUTO, "draft", "dual", "last-query"),
+        "Query that predicts the next step's blocks: of the drafts of --speculative-algorithm, of a token that the "
+        "model itself guesses (dual), or the last query. auto = draft where there is one, else last-query.",
+        (AUTO, DRAFT, DUAL, LAST_QUERY),
+    ),
+    Knob(
+        "lookahead_kv_reject_drafts",
+        False,
+        bool,
+        "Look ahead with the drafts of --speculative-algorithm but accept none, to measure what lookahead alone gives.",
     ),
     Knob(
         "lookahead_kv_miss_policy",
@@ -100,9 +113,21 @@ KNOBS: tuple[Knob, ...] = (
         "lookahead_kv_audit_interval",
         0,
         int,
-        "Measure the true recall every N steps (not yet available; 0 = off).",
+        "Measure the true recall of a sampled request every N decode steps, from the full keys; 0 = off.",
     ),
 )
+
+
+class Speculation(NamedTuple):
+    """How SGLang speculates.
+
+    Attributes:
+        algorithm: --speculative-algorithm, None without speculation.
+        draft_tokens: drafts verified per step.
+    """
+
+    algorithm: str | None = None
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,14 +139,17 @@ class LookaheadKVConfig:
         recent_tokens: always-resident tail besides the open block, in tokens.
         sink_tokens: always-resident head inside the budget, in tokens.
         fetch_ratio: fetch cap as a fraction of K, in (0, 1].
-        source: lookahead query source, resolved ("last-query").
+        source: lookahead query source, resolved: DRAFT, DUAL or LAST_QUERY.
+        reject_drafts: drafts are looked at and never accepted.
         miss_policy: "drop" or "fetch".
         selector: name of a registered selector.
         summary_dtype: "bf16", "int8" or "int4".
         host_gb: L2 bytes per rank / 10^9, None = automatic.
         device_gb: L1 bytes per rank / 10^9, None = automatic.
         dense_layers: layer ids that keep every block on the device.
+        audit_interval: decode steps between two measurements of recall, 0 for none.
         block_size: tokens per block (SGLang's page size).
+        draft_tokens: most tokens beyond the committed ones that a step may write.
     """
 
     budget_tokens: int
@@ -129,13 +157,16 @@ class LookaheadKVConfig:
     sink_tokens: int
     fetch_ratio: float
     source: str
+    reject_drafts: bool
     miss_policy: str
     selector: str
     summary_dtype: str
     host_gb: float | None
     device_gb: float | None
     dense_layers: tuple[int, ...]
+    audit_interval: int
     block_size: int
+    draft_tokens: int
 
     @property
     def selected_blocks(self) -> int:
@@ -151,12 +182,18 @@ class LookaheadKVConfig:
         return -(-self.sink_tokens // self.block_size)
 
     @classmethod
-    def from_flags(cls, flags: Mapping[str, Any], block_size: int = DEFAULT_BLOCK_SIZE) -> LookaheadKVConfig:
+    def from_flags(
+        cls,
+        flags: Mapping[str, Any],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        speculation: Speculation = Speculation(),  # noqa: B008
+    ) -> LookaheadKVConfig:
         """Validate raw flag values.
 
         Args:
             flags: knob name -> value, as SGLang's ServerArgs holds them; absent names take their default.
             block_size: SGLang's page size in tokens.
+            speculation: how SGLang speculates.
 
         Raises:
             LookaheadKVError: one sentence naming the flag, its value and the remedy.
@@ -171,17 +208,24 @@ class LookaheadKVConfig:
             recent_tokens=_count(value, "lookahead_kv_recent_tokens"),
             sink_tokens=_count(value, "lookahead_kv_sink_tokens"),
             fetch_ratio=_ratio(value, "lookahead_kv_fetch_ratio"),
-            source="last-query",
+            source=_source(value["lookahead_kv_source"], speculation),
+            reject_drafts=_switch(value, "lookahead_kv_reject_drafts"),
             miss_policy=value["lookahead_kv_miss_policy"],
             selector=value["lookahead_kv_selector"],
             summary_dtype=value["lookahead_kv_summary_dtype"],
             host_gb=_gigabytes(value, "lookahead_kv_host_gb"),
             device_gb=_gigabytes(value, "lookahead_kv_device_gb"),
             dense_layers=_layer_ids(value, "lookahead_kv_dense_layers"),
+            audit_interval=_int(value, "lookahead_kv_audit_interval", 0, "give a whole number of steps, 0 for none"),
             block_size=block_size,
+            draft_tokens=speculation.draft_tokens,
         )
         _check_blocks(config)
         return config
+
+    def of_draft_model(self) -> LookaheadKVConfig:
+        """For the tiers of a draft model, which decides how much is accepted but not what is right."""
+        return replace(self, miss_policy="drop", source=LAST_QUERY, dense_layers=(), audit_interval=0)
 
     def check_layers(self, num_layers: int) -> None:
         """Raise LookaheadKVError when a dense layer does not exist in a model of `num_layers` layers."""
@@ -196,20 +240,23 @@ def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
 
 
 def _reject_what_comes_later(value: Mapping[str, Any]) -> None:
-    if value["lookahead_kv_source"] in ("draft", "dual"):
-        _refuse(
-            "lookahead_kv_source",
-            value["lookahead_kv_source"],
-            "this version predicts from the last query only, use last-query or auto",
-        )
     if value["lookahead_kv_fetch_ratio"] == AUTO:
         _refuse("lookahead_kv_fetch_ratio", AUTO, "this version has no adaptive cap, give a number in (0, 1]")
-    if value["lookahead_kv_audit_interval"]:
-        _refuse(
-            "lookahead_kv_audit_interval",
-            value["lookahead_kv_audit_interval"],
-            "this version has no online audit, leave it at 0",
-        )
+
+
+def _switch(value: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value[name], bool):
+        _refuse(name, value[name], "it is a switch, give true or false")
+    return value[name]
+
+
+def _source(asked: str, speculation: Speculation) -> str:
+    available = {None: LAST_QUERY, DUAL_ALGORITHM: DUAL}.get(speculation.algorithm, DRAFT)
+    if asked == DRAFT and available != DRAFT:
+        _refuse("lookahead_kv_source", asked, "drafts come from --speculative-algorithm EAGLE3 or NGRAM, add it")
+    if asked == DUAL and available == DRAFT:
+        _refuse("lookahead_kv_source", asked, f"it takes the place of --speculative-algorithm {speculation.algorithm}")
+    return available if asked == AUTO else asked
 
 
 def _int(value: Mapping[str, Any], name: str, least: int, remedy: str) -> int:
@@ -281,4 +328,15 @@ def _check_blocks(config: LookaheadKVConfig) -> None:
             "lookahead_kv_sink_tokens",
             config.sink_tokens,
             f"it must leave at least one page of the budget of {config.budget_tokens} tokens to select from",
+        )
+    if config.draft_tokens >= config.block_size:
+        raise LookaheadKVError(
+            f"--speculative-num-draft-tokens {config.draft_tokens + 1} is not possible with --enable-lookahead-kv: "
+            f"give at most a page of {config.block_size} tokens."
+        )
+    if config.draft_tokens and not config.recent_blocks:
+        _refuse(
+            "lookahead_kv_recent_tokens",
+            config.recent_tokens,
+            "speculation needs a recent page, give 1 or more",
         )

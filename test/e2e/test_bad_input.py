@@ -96,7 +96,7 @@ CONFLICTS: list[tuple[str, ...]] = [
     ("--enable-flexkv",),
     ("--kv-cache-dtype", "fp8_e5m2"),
     ("--kv-cache-dtype", "fp8_e4m3"),
-    ("--speculative-algorithm", "NGRAM"),
+    ("--speculative-algorithm", "STANDALONE"),
     ("--disaggregation-mode", "prefill"),
     ("--disaggregation-mode", "decode"),
     ("--pp-size", "2"),
@@ -110,6 +110,12 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
     ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector psychic is not possible",
     ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft is not possible",
+    ("--speculative-algorithm", "NGRAM"): "use --speculative-ngram-max-bfs-breadth 1",
+    ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"): "use --speculative-eagle-topk 1",
+    (
+        *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+        *("--speculative-num-draft-tokens", "17"),
+    ): "--speculative-num-draft-tokens 17 is not possible with --enable-lookahead-kv",
     ("--lookahead-kv-fetch-ratio", "1.5"): "--lookahead-kv-fetch-ratio 1.5 is not possible",
     ("--lookahead-kv-host-gb", "nan"): "--lookahead-kv-host-gb nan is not possible",
     (
@@ -129,7 +135,7 @@ REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
             ("--decode-attention-backend", "torch_native"),
             ("--enable-mixed-chunk",),
             ("--kv-cache-dtype", "fp8_e5m2"),
-            ("--speculative-algorithm", "NGRAM"),
+            ("--speculative-algorithm", "STANDALONE"),
         )
     },
     ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_oasis.config import KNOBS, LookaheadKVConfig
+from sglang_oasis.config import DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port
@@ -61,14 +61,14 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_dense_layers", "1.5"),
     ("lookahead_kv_dense_layers", "²"),
     ("lookahead_kv_dense_layers", [-1]),
+    ("lookahead_kv_audit_interval", -1),
+    ("lookahead_kv_audit_interval", 1.5),
+    ("lookahead_kv_source", "draft"),  # without speculation there are no drafts
+    ("lookahead_kv_reject_drafts", "no"),
 ]
 # In the flags' help, and refused until they work.
 NOT_YET: list[tuple[str, Any]] = [
-    ("lookahead_kv_source", "draft"),
-    ("lookahead_kv_source", "dual"),
     ("lookahead_kv_fetch_ratio", "auto"),
-    ("lookahead_kv_audit_interval", 1),
-    ("lookahead_kv_audit_interval", -1),
 ]
 
 
@@ -100,6 +100,25 @@ def test_the_defaults_are_those_of_the_papers_and_of_our_own_selector_study() ->
     assert (config.source, config.miss_policy) == ("last-query", "drop")
     assert (config.selector, config.summary_dtype) == ("midrange", "int4")
     assert config.host_gb is config.device_gb is None
+
+
+def sourced(source: str, algorithm: str | None, drafts: int = 3, **flags: Any) -> LookaheadKVConfig:
+    flags = {"lookahead_kv_source": source, **flags}
+    return LookaheadKVConfig.from_flags(flags, 8, Speculation(algorithm, drafts if algorithm else 0))
+
+
+def test_the_source_is_what_the_server_speculates_with() -> None:
+    resolved = [sourced("auto", algorithm).source for algorithm in (None, "EAGLE3", "NGRAM", DUAL_ALGORITHM)]
+    assert resolved == ["last-query", "draft", "draft", "dual"]
+    assert sourced("last-query", "EAGLE3").source == "last-query"
+    assert "takes the place of --speculative-algorithm NGRAM" in refusal(lambda: sourced("dual", "NGRAM"))
+
+
+def test_drafts_that_do_not_fit_the_local_slots_are_refused() -> None:
+    assert sourced("draft", "NGRAM", 7).draft_tokens == 7
+    assert "--speculative-num-draft-tokens 9" in refusal(lambda: sourced("draft", "NGRAM", 8))
+    no_recent_page = {"lookahead_kv_recent_tokens": 0}
+    assert "--lookahead-kv-recent-tokens 0" in refusal(lambda: sourced("draft", "NGRAM", 3, **no_recent_page))
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])

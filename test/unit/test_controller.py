@@ -79,7 +79,7 @@ class Rig:
             self.controller.build(layer, 1, request.window, request.pages, torch.randn(4, HEADS, DIM), 1.0)
 
     def plan(self, number: int) -> DecodePlan:
-        return plan_decode(
+        (plan,) = plan_decode(
             self.tier,
             number=number,
             rows=torch.tensor([1]),
@@ -88,17 +88,17 @@ class Rig:
             rids=[],
             req_to_token=self.req_to_token,
         )
+        return plan
 
     def look_ahead(self) -> None:
         """Leave a prediction of layer 0 hanging in the background."""
         token = torch.randn(1, HEADS, DIM)
         plan = self.plan(1)
-        self.controller.begin(plan.step)
         self.controller.write_through(0, self.req_to_token[1, LENGTH : LENGTH + 1], token, token)
         self.controller.prepare(0, plan.step, token, token, token, 1.0)
         self.release.clear()
         self.entered.clear()
-        self.controller.look_ahead(0, token, 1.0)
+        self.controller.look_ahead(0, plan.step, token, 1.0)
         assert self.entered.wait(10)
 
 

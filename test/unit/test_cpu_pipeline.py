@@ -92,9 +92,11 @@ class Tiers:
         candidates = torch.randint(self.budget[0], self.budget[1] + 1, entries.shape, generator=self.rng)
         return PredictionStep(number, entries, rows[entries], candidates, self.pages[rows])
 
-    def query(self, dtype: torch.dtype) -> Tensor:
+    def query(self, dtype: torch.dtype, queries: int = 1) -> Tensor:
+        """Some tokens of a batch whose rows have one token more each."""
         kv_heads, group, dim, _ = self.heads
-        return torch.randn((3, (group + 2) * kv_heads, dim), generator=self.rng).to(dtype)[:, : group * kv_heads]
+        fused = torch.randn((3, queries + 1, (group + 2) * kv_heads, dim), generator=self.rng).to(dtype)
+        return fused[:, 1:, : group * kv_heads]
 
     def same_as(self, other: Tiers) -> bool:
         return all(
@@ -142,15 +144,28 @@ SMALL_BUDGETS = st.tuples(st.integers(2, 12), st.integers(1, 30)).map(lambda x: 
 
 @FORMATS
 @many
-@given(heads=SMALL_HEADS, budget=SMALL_BUDGETS, dtype=DTYPES, cap=st.integers(1, 12), seed=SEEDS)
+@given(
+    heads=SMALL_HEADS,
+    budget=SMALL_BUDGETS,
+    dtype=DTYPES,
+    cap=st.integers(1, 12),
+    queries_each=st.integers(1, 3),
+    seed=SEEDS,
+)
 def test_the_native_pipeline_does_what_the_torch_pipeline_does(
-    fmt: SummaryFormat, heads: Heads, budget: tuple[int, int], dtype: torch.dtype, cap: int, seed: int
+    fmt: SummaryFormat,
+    heads: Heads,
+    budget: tuple[int, int],
+    dtype: torch.dtype,
+    cap: int,
+    queries_each: int,
+    seed: int,
 ) -> None:
     def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
         fetched = []
         for number in range(4, 8):
             pipeline.begin_step(tiers.step(number))
-            queries = [tiers.query(dtype) for _ in tiers.tier.layers]
+            queries = [tiers.query(dtype, queries_each) for _ in tiers.tier.layers]
             if number % 2:
                 fetched += [pipeline.run(layer, query, 0.2, budget[0]) for layer, query in enumerate(queries)]
                 continue
@@ -195,7 +210,7 @@ def test_decode_steps_while_the_pipeline_works_give_what_they_give_one_after_ano
                 if offset == block_size - 1:
                     tiers.host.summarise(layer, spare)
                 where = rows, slots, lengths, torch.arange(4, dtype=torch.int32)
-                attended.append(paged_attention(query, resident.blocks, *where, 0.1))
+                attended.append(paged_attention(query[:, 0], resident.blocks, *where, 0.1))
                 if number % 7 == 0:
                     pipeline.run(layer, query, 0.1, budget[0])
                 else:

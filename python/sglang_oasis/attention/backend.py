@@ -8,6 +8,7 @@ the forward modes or the aux-cache protocol, this file and `row_observer.py` are
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.batch import committed_tokens, decoded_tokens, host_lengths
 from sglang_oasis.attention.clock import StepClock
 from sglang_oasis.attention.layers import check_layers, layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
@@ -22,6 +24,7 @@ from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
+from sglang_oasis.observability.audit import Audit
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.observability.trace import SelectionTrace
@@ -50,16 +53,25 @@ class LookaheadAttentionBackend(AttentionBackend):
         config: the validated configuration.
         layout: sizes of the tiers.
         host: the host pool that the runner's KV pool wraps.
+        row_observer: the target model's, where the runner's model drafts for it; None to attach one.
 
     Attributes:
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
         trace: records what decode attends to, None when it is off.
+        audit: measures the true recall now and then, None when it is off.
         clock: where the time of decode steps goes.
     """
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: ModelRunner, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: LookaheadKVConfig,
+        layout: TierLayout,
+        host: HostPool,
+        row_observer: RowObserver | None = None,
+    ) -> None:
         super().__init__()
         check_layers(runner.model, "--enable-lookahead-kv")
         self.config = config
@@ -70,25 +82,37 @@ class LookaheadAttentionBackend(AttentionBackend):
         self._runner = runner
         self._kv_pool = runner.token_to_kv_pool
         self._rows = runner.req_to_token_pool
-        self._rows.attach_aux_cache(RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle))
+        if row_observer is None:
+            observer = RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle)
+            self._rows.attach_aux_cache(observer)
+        else:
+            row_observer.also(self.tier.rows)
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
+        self.audit = Audit(self.tier, host, config.audit_interval) if config.audit_interval else None
         self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
-        self._decode: DecodePlan | None = None
+        self._passes_begun = 0
+        self._decode: list[DecodePlan] = []
+        self._draft_steps: list[list[DecodePlan]] = []
         self._prefill: PrefillPlan | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
-        self._decode = self._prefill = None
-        if mode.is_decode():
-            self._decode = self._plan_decode(forward_batch)
-        elif mode.is_extend_without_speculative() and not mode.is_mixed():
+        self._decode, self._prefill = [], None
+        if mode.is_idle():
+            return
+        if (tokens := decoded_tokens(forward_batch)) is not None:
+            self._decode = self._plan_decode(forward_batch, committed_tokens(forward_batch), tokens)
+        else:
             self._prefill = self._plan_prefill(forward_batch)
-        elif not mode.is_idle():
-            raise NotImplementedError(
-                f"lookahead KV cannot run a {mode.name} batch; turn the feature off that makes it."
-            )
+
+    def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
+        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
+        lengths = host_lengths(forward_batch)
+        self._draft_steps = [
+            self._plan_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
+        ]
 
     def host_tokens(self) -> tuple[int, int]:
         """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""
@@ -115,6 +139,8 @@ class LookaheadAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
+        if self._decode:
+            return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         plan = self._prefill
         assert plan is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
@@ -138,27 +164,66 @@ class LookaheadAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        plan = self._decode
-        assert plan is not None
-        step, scale, clock = plan.step, layer.scaling, self.clock
+        return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_draft_step(
+        self,
+        step: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """One of the passes that `init_draft_steps` planned."""
+        return self._forward_decode(self._draft_steps[step], q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _forward_decode(
+        self,
+        passes: Sequence[DecodePlan],
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: dict[str, Any],
+    ) -> Tensor:
+        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
+        scale, clock = layer.scaling, self.clock
         clock.enter_layer()
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, extras)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         clock.lap("write_through")
+        outs = []
+        for i, plan in enumerate(passes):
+            taken = slice(i, None, len(passes))  # a row's tokens are neighbours
+            outs.append(self._attend(index, plan, query[taken], key[taken], value[taken], scale))
+        # What a draft model decodes behind the committed tokens is not what its next step will look at.
+        if passes[-1].step.first == 0:
+            self.controller.look_ahead(index, passes[-1].step, query, scale)
+        clock.lap("look_ahead")
+        out = outs[0] if len(outs) == 1 else torch.stack(outs, dim=1)
+        return out.view(q.shape)
+
+    def _attend(self, index: int, plan: DecodePlan, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        step, clock = plan.step, self.clock
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
-            self.controller.build(index, cold.row, cold.window, pages, query[cold.entry, None], scale)
+            self.controller.build(index, cold.row, cold.window, pages, query[cold.entry * step.tokens, None], scale)
         self.controller.prepare(index, step, query, key, value, scale)
         clock.lap("prepare")
         if self.trace is not None:
             self.trace.record(index, plan, self.tier)
+        if self.audit is not None:
+            self.audit.observe(index, step, query, scale)
         resident = self.tier.layers[index]
         out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
         clock.lap("attention")
-        self.controller.look_ahead(index, query, scale)
-        clock.lap("look_ahead")
-        return out.view(q.shape)
+        return out
 
     def _publish_when_due(self) -> None:
         if self.exporter is not None and self.exporter.due():
@@ -169,25 +234,33 @@ class LookaheadAttentionBackend(AttentionBackend):
         if self.exporter is not None and not len(self.tier.rows):
             self.exporter.publish(statistics(self))
 
-    def _plan_decode(self, forward_batch: ForwardBatch) -> DecodePlan:
-        number = self.controller.counters.decode_steps = self.controller.counters.decode_steps + 1
-        if self._integrity_interval and number % self._integrity_interval == 0:
-            self.check_integrity()
-        self._publish_when_due()
+    def _plan_decode(
+        self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0
+    ) -> list[DecodePlan]:
+        counters = self.controller.counters
+        if first == 0:
+            counters.decode_steps += 1
+            if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
+                self.check_integrity()
+            self._publish_when_due()
+            self.clock.begin_step()
         rows = forward_batch.req_pool_indices.to("cpu", torch.int64)
-        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        plan = plan_decode(
+        passes = plan_decode(
             self.tier,
-            number=number,
+            number=self._passes_begun + 1,
             rows=rows,
             generations=torch.as_tensor(self._rows.req_generation[rows]),
-            lengths=lengths.to("cpu", torch.int64),
+            lengths=lengths,
             rids=forward_batch.rids or [],
             req_to_token=self._rows.req_to_token,
+            tokens=tokens,
+            first=first,
+            singly=tokens > 1 and self.config.miss_policy == "fetch",
         )
-        self.controller.begin(plan.step)
-        self.clock.begin_step()
-        return plan
+        self._passes_begun += len(passes)
+        if self.audit is not None and first == 0:
+            self.audit.begin(passes[0].step)
+        return passes
 
     def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
         rows = forward_batch.req_pool_indices.tolist()

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.batch import committed_tokens, decoded_tokens, host_lengths
 from sglang_oasis.attention.clock import StepClock
 from sglang_oasis.attention.layers import check_layers, layer_inputs
 from sglang_oasis.attention.plan import Sequences, plan_host
@@ -46,28 +47,49 @@ class DenseAttentionBackend(AttentionBackend):
         self._first_layer = runner.token_to_kv_pool.start_layer
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._sequences: Sequences | None = None
+        self._draft_steps: list[Sequences] = []
         self.clock = StepClock()
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        mode = forward_batch.forward_mode
         self._sequences = None
-        if mode.is_idle():
+        if forward_batch.forward_mode.is_idle():
             return
-        lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
-        if mode.is_decode():
-            new_tokens = torch.ones(len(lengths), dtype=torch.int64)
+        lengths = host_lengths(forward_batch)
+        if (tokens := decoded_tokens(forward_batch)) is not None:
+            lengths = committed_tokens(forward_batch) + tokens - 1
+            new_tokens = torch.full_like(lengths, tokens)
             self.clock.begin_step()
-        elif mode.is_extend_without_speculative():
-            new_tokens = torch.tensor(forward_batch.extend_seq_lens_cpu)
         else:
-            raise NotImplementedError(
-                f"{DENSE_BACKEND_NAME} cannot run a {mode.name} batch; turn the feature off that makes it."
-            )
-        rows = forward_batch.req_pool_indices.to(torch.int64)
-        self._sequences = plan_host(self._req_to_token, rows, lengths, new_tokens, self.pool.block_size)
+            new_tokens = torch.tensor(forward_batch.extend_seq_lens_cpu)
+        self._sequences = self._plan(forward_batch, lengths, new_tokens)
 
-    def forward_extend(
+    def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
+        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
+        lengths = host_lengths(forward_batch)
+        self._draft_steps = [
+            self._plan(forward_batch, lengths + 1 + step, torch.ones_like(lengths)) for step in range(steps)
+        ]
+
+    def _plan(self, forward_batch: ForwardBatch, lengths: Tensor, new_tokens: Tensor) -> Sequences:
+        rows = forward_batch.req_pool_indices.to(torch.int64)
+        return plan_host(self._req_to_token, rows, lengths, new_tokens, self.pool.block_size)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._forward(self._sequences, *args, **kwargs)
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.clock.enter_layer()
+        out = self._forward(self._sequences, *args, **kwargs)
+        self.clock.lap("attention")
+        return out
+
+    def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
+        """One of the passes that `init_draft_steps` planned."""
+        return self._forward(self._draft_steps[step], *args, **kwargs)
+
+    def _forward(
         self,
+        sequences: Sequences | None,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
@@ -76,14 +98,8 @@ class DenseAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        assert self._sequences is not None
+        assert sequences is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._first_layer
         self.pool.write(index, forward_batch.out_cache_loc, key, value)
-        return paged_attention(query, self.pool.kv[index], *self._sequences, layer.scaling).view(q.shape)
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.clock.enter_layer()
-        out = self.forward_extend(*args, **kwargs)
-        self.clock.lap("attention")
-        return out
+        return paged_attention(query, self.pool.kv[index], *sequences, layer.scaling).view(q.shape)

@@ -47,7 +47,7 @@ class ColdRow(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One decode pass.
+    """One decode pass: one attention call per layer.
 
     Attributes:
         step: rows, windows and host pages.
@@ -65,14 +65,15 @@ class DecodePlan:
     def resident(self, selected: int) -> Sequences:
         """Resident slots of each row in a layer with `selected` slots K: selected ones first, the open block last."""
         if selected not in self._resident:
-            windows, rows = self.step.windows, self.step.rows
-            ahead = windows.first_local.clamp(max=selected)
-            local = windows.open_block - windows.first_local + 1
+            step, first_local, last = self.step, self.step.windows.first_local, self.step.last
+            ahead = first_local.clamp(max=selected)
+            local = last.open_block - first_local + 1
             column = torch.arange(int((ahead + local).max()))
-            block = windows.first_local[:, None] + column - ahead[:, None]
+            block = first_local[:, None] + column - ahead[:, None]
             slots = torch.where(column < ahead[:, None], column, selected + block % self.layout.local_slots)
-            lengths = (ahead + local - 1) * self.layout.block_size + windows.open_fill
-            self._resident[selected] = Sequences(rows, slots.int(), lengths.int(), one_query_each(len(rows)))
+            lengths = (ahead + local - 1) * self.layout.block_size + last.open_fill
+            starts = queries_each(step.tokens, len(step.rows))
+            self._resident[selected] = Sequences(step.rows, slots.int(), lengths.int(), starts)
         return self._resident[selected]
 
 
@@ -116,9 +117,9 @@ class PrefillPlan:
     completed_pages: Tensor
 
 
-def one_query_each(count: int) -> Tensor:
-    """`query_starts` of a decode pass."""
-    return torch.arange(count + 1, dtype=torch.int32)
+def queries_each(queries: int, count: int) -> Tensor:
+    """`query_starts` of `count` sequences with as many queries each."""
+    return queries * torch.arange(count + 1, dtype=torch.int32)
 
 
 def host_pages(req_to_token: Tensor, rows: Tensor | int, length: int, block_size: int) -> Tensor:
@@ -152,15 +153,22 @@ def plan_decode(
     lengths: Tensor,
     rids: Sequence[str],
     req_to_token: Tensor,
-) -> DecodePlan:
-    """Plan a decode pass and move the rows' windows on to it.
+    tokens: int = 1,
+    first: int = 0,
+    singly: bool = False,
+) -> list[DecodePlan]:
+    """Plan the passes of a decode step and move the rows' windows on to it.
 
     Args:
         tier: the resident tier.
         number: number of the step.
-        rows, generations, lengths: [n] int64 on the host; `lengths` include the token that decodes now.
+        rows, generations, lengths: [n] int64 on the host; `lengths` are the committed tokens, the one that decodes now
+            included.
         rids: request ids.
         req_to_token: SGLang's [rows, context] table of KV indices.
+        tokens: tokens per row.
+        first: how far the first of them is from the newest committed one.
+        singly: one pass for each of a row's tokens, as if those before it were committed; else one pass for all.
     """
     cold = []
     for entry in (~tier.rows.live(rows, generations)).nonzero().flatten().tolist():
@@ -169,8 +177,11 @@ def plan_decode(
         cold.append(ColdRow(entry, row, tier.window(length)))
     before = tier.windows(tier.rows.length[rows])
     tier.rows.advance(rows, lengths)
-    pages = host_pages(req_to_token, rows.to(req_to_token.device), int(lengths.max()), tier.layout.block_size)
-    return DecodePlan(DecodeStep(number, rows, before, tier.windows(lengths), pages), cold, rids, tier.layout)
+    most = int(lengths.max()) + first + tokens - 1
+    pages = host_pages(req_to_token, rows.to(req_to_token.device), most, tier.layout.block_size)
+    step = DecodeStep(number, rows, before, tier.windows(lengths), pages, tokens, first)
+    steps = step.singly() if singly else [step]
+    return [DecodePlan(step, () if i else cold, rids, tier.layout) for i, step in enumerate(steps)]
 
 
 def plan_prefill(

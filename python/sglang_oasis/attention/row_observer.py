@@ -23,16 +23,22 @@ class RowObserver:
     """
 
     def __init__(self, rows: RowTable, dense_capacity: int, on_release: Callable[[], None]) -> None:
-        self._rows = rows
+        self._tables = [rows]
         self._on_release = on_release
         self.dense_capacity = dense_capacity
 
+    def also(self, rows: RowTable) -> None:
+        """Keep another table current: the draft model's."""
+        self._tables.append(rows)
+
     def free(self, row: int) -> None:
-        self._rows.release(int(row))
+        for rows in self._tables:
+            rows.release(int(row))
         self._on_release()
 
     def clear(self) -> None:
-        self._rows.clear()
+        for rows in self._tables:
+            rows.clear()
         self._on_release()
 
     def reset_allocator(self) -> None:

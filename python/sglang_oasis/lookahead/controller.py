@@ -2,7 +2,8 @@
 
 Per layer and decode step: `write_through` (wait for this layer's own transfer, store the new tokens in the host pool),
 `prepare` (take them into the resident tier), the attention call, then `look_ahead` (hand the lookahead query to the
-background pipeline). Each layer owns its state, so only the order within a layer matters.
+background pipeline). Each layer owns its state, so only the order within a layer matters. A step whose draft tokens are
+served one by one (miss policy `fetch`) repeats `prepare` and the attention call for each.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.config import LAST_QUERY, LookaheadKVConfig
 from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.pipeline import PredictionStep, make_pipeline
 from sglang_oasis.lookahead.selector import find_selector, rank_blocks
@@ -40,6 +41,8 @@ class LookaheadController:
         self.counters = LookaheadCounters()
         self._selector = find_selector(config.selector)
         self._fetches_misses = config.miss_policy == "fetch"
+        self._looks_at_drafts = config.source != LAST_QUERY
+        self._step: DecodeStep | None = None
         self._predicting = False
         self.pipeline = make_pipeline(tier, host, self._selector)
 
@@ -85,20 +88,6 @@ class LookaheadController:
         resident.build(row, selected, window, self.host.kv[layer], pages)
         self.counters.blocks_built += selected.numel()
 
-    def begin(self, step: DecodeStep) -> None:
-        """Start a decode step: find the rows that do not fit the budget when the pipeline works for them.
-
-        With policy `fetch` it works for this step's attention, else for the next step's.
-        """
-        windows = step.windows if self._fetches_misses else step.windows.next
-        candidates = windows.first_local
-        entries = (candidates > min(self.tier.layout.selected_blocks)).nonzero().flatten()
-        self._predicting = entries.numel() > 0
-        if self._predicting:
-            self.pipeline.begin_step(
-                PredictionStep(step.number, entries, step.rows[entries], candidates[entries], step.pages)
-            )
-
     def prepare(self, layer: int, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
         """Make a layer's resident set ready for this step's attention.
 
@@ -106,30 +95,58 @@ class LookaheadController:
 
         Args:
             layer: layer of this rank.
-            step: the decode step.
-            query: [n, H*G, D]; key, value: [n, H, D], of the new tokens.
+            step: the decode step, of n rows with m tokens each.
+            query: [n * m, H*G, D]; key, value: [n * m, H, D], of the new tokens.
             scale: softmax scale.
         """
+        if step is not self._step:
+            self._begin(step)
         resident = self.tier.layers[layer]
         if step.graduates:
             resident.graduate(step.graduates.rows, step.graduates.blocks, step.number)
-        resident.write_tokens(step.rows, step.places(resident), key, value)
+        resident.write_tokens(step.token_rows, step.places(resident), key, value)
         if step.completed:
             rows, blocks, pages = step.completed
             self.host.summarise(layer, pages)
             resident.summaries[rows, :, blocks] = self.host.summaries[layer][pages].to(self.tier.device)
         if self._fetches_misses and self._predicts(layer):
-            fetched = self.pipeline.run(layer, query, scale, cap=resident.selected)
-            self.counters.blocks_urgent += fetched
+            queries = query.unflatten(0, (-1, step.tokens))
+            self.counters.blocks_urgent += self.pipeline.run(layer, queries, scale, cap=resident.selected)
 
-    def look_ahead(self, layer: int, query: Tensor, scale: float) -> None:
+    def look_ahead(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
         """Start predicting, selecting and transferring what the next step will need.
 
-        With policy `fetch` the last query has already brought in all that it would predict.
+        With policy `fetch` the true queries have already brought in all that they would predict.
+
+        Args:
+            layer: layer of this rank.
+            step: the decode step, of n rows with m tokens each.
+            query: [n * m, H*G, D].
+            scale: softmax scale.
         """
         if not self._fetches_misses and self._predicts(layer):
             cap = fetch_cap(self.config.fetch_ratio, self.tier.layers[layer].selected)
-            self.pipeline.submit(layer, query, scale, cap)
+            queries = query.unflatten(0, (-1, step.tokens))
+            drafts = queries[:, 1:] if self._looks_at_drafts and step.tokens > 1 else queries[:, :1]
+            self.pipeline.submit(layer, drafts, scale, cap)
+
+    def _begin(self, step: DecodeStep) -> None:
+        """Find the rows that do not fit the budget when the pipeline works for them.
+
+        With policy `fetch` it works for this step's attention, else for the next step's. A row also counts that will
+        not fit with the drafts it may have: it may be back from where it did not fit.
+        """
+        self._step = step
+        if self._fetches_misses:
+            candidates, most = step.windows.first_local, step.windows.later(self.tier.layout.draft_tokens).first_local
+        else:
+            candidates = most = step.windows.next.first_local
+        entries = (most > min(self.tier.layout.selected_blocks)).nonzero().flatten()
+        self._predicting = entries.numel() > 0
+        if self._predicting:
+            self.pipeline.begin_step(
+                PredictionStep(step.number, entries, step.rows[entries], candidates[entries], step.pages)
+            )
 
     def close(self) -> None:
         """End the background threads."""

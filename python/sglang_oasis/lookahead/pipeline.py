@@ -70,7 +70,7 @@ class LookaheadPipeline(Protocol):
         """Tasks submitted from now on belong to `step`; earlier ones may still be under way."""
 
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
-        """Start a task with the queries [n, H*G, D] of the batch; the layer's previous task was waited for."""
+        """Start a task with Q queries per row, [n, Q, H*G, D]; the layer's previous task was waited for."""
 
     def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
         """Do the same now; returns the number of blocks loaded."""
@@ -206,7 +206,7 @@ class TorchPipeline:
         """Stage 1: the scores [m, H, N] of the blocks."""
         records = self._tier.layers[task.layer].summaries[task.step.rows, :, : int(task.step.candidates.max())]
         fmt = self._tier.layout.summary_format
-        return task, self._rank(task.query.unsqueeze(1), records, fmt, task.step.candidates, task.scale)
+        return task, self._rank(task.query, records, fmt, task.step.candidates, task.scale)
 
     def _select(self, predicted: tuple[_Task, Tensor]) -> tuple[_Task, Admissions]:
         """Stage 2: which of the best to load, and over what."""

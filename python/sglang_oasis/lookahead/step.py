@@ -1,4 +1,4 @@
-"""What one decode step knows about its rows; computed once and shared by all layers."""
+"""What one decode pass knows about its rows; computed once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sglang_oasis.tier.resident_tier import ResidentLayer
@@ -31,14 +32,17 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A batch of rows that decode one token each.
+    """A batch of rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
 
     Attributes:
         number: steps are numbered from 1; the head map's last-selected steps are these numbers.
         rows: [n] int64.
         before: the rows' windows before this step.
-        windows: the rows' windows in this step.
+        windows: the rows' windows in this step: drafts do not move them.
         pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block.
+        tokens: m.
+        first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
+        completes: False when the windows moved over tokens that may still be rejected; no summary is built from them.
     """
 
     number: int
@@ -46,28 +50,53 @@ class DecodeStep:
     before: Windows
     windows: Windows
     pages: Tensor
+    tokens: int = 1
+    first: int = 0
+    completes: bool = True
     _places: dict[int, Tensor] = field(default_factory=dict)
 
+    def singly(self) -> list[DecodeStep]:
+        """A step for each of the m tokens, as if all tokens before it were committed; each has a number of its own."""
+        windows = [self.windows.later(self.first + i) for i in range(self.tokens)]
+        befores = [self.before, *windows]
+        return [
+            DecodeStep(self.number + i, self.rows, before, now, self.pages, completes=i == 0)
+            for i, (before, now) in enumerate(zip(befores, windows, strict=False))
+        ]
+
+    @property
+    def last(self) -> Windows:
+        """The windows, if all tokens of the step were committed."""
+        return self.windows.later(self.first + self.tokens - 1)
+
+    @cached_property
+    def token_rows(self) -> Tensor:
+        """[n * m] int64, row of each token."""
+        return self.rows if self.tokens == 1 else self.rows.repeat_interleave(self.tokens)
+
     def places(self, layer: ResidentLayer) -> Tensor:
-        """[n] int64, slot * B + offset of each row's new token in the layer's local slots."""
+        """[n * m] int64, slot * B + offset of each token in the layer's local slots."""
         key = layer.selected
         if key not in self._places:
-            slot = layer.local_slot(self.windows.open_block)
-            self._places[key] = slot * self.windows.block_size + self.windows.open_fill - 1
+            size = self.windows.block_size
+            position = (self.windows.length - 1 + self.first)[:, None] + torch.arange(self.tokens)
+            slot = layer.local_slot(position // size)
+            self._places[key] = (slot * size + position % size).flatten()
         return self._places[key]
 
     @cached_property
     def graduates(self) -> Blocks:
-        """The blocks that leave the local slots with this step's tokens."""
+        """The blocks that leave the local slots in this step."""
         return self._passed(self.before.first_local, self.windows.first_local)
 
     @cached_property
     def completed(self) -> Blocks:
-        """The blocks that this step's tokens complete."""
-        return self._passed(self.before.complete_blocks, self.windows.complete_blocks)
+        """The blocks whose tokens have all been committed since the step before."""
+        after = self.windows if self.completes else self.before
+        return self._passed(self.before.complete_blocks, after.complete_blocks)
 
     def _passed(self, before: Tensor, after: Tensor) -> Blocks:
-        """Blocks that a boundary [n] passed; one token moves it by one block at most."""
+        """Blocks that a boundary [n] passed; a step commits B tokens at most and moves it by one block at most."""
         entries = (after > before).nonzero().flatten()
         blocks = before[entries]
         return Blocks(self.rows[entries], blocks, self.pages[entries, blocks].long())

@@ -29,6 +29,14 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "EAGLE3"  # SGLang asks for those that need a draft model
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        from sglang_oasis.platform.speculative import extend_cache_locs
+
+        return extend_cache_locs
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.utils.common import cpu_has_amx_support  # imports the platform, so not at module level
 

@@ -1,7 +1,8 @@
 """Registers the attention backend.
 
 Read from sglang 0.5.23: `layers/attention/attention_registry.register_attention_backend`,
-`arg_groups/choices.ATTENTION_BACKEND_CHOICES`. The factory runs in the scheduler after the pools are built, which makes
+`arg_groups/choices.ATTENTION_BACKEND_CHOICES`, `mem_cache/memory_pool.ReqToTokenPool._aux_cache` (the target's row
+observer, which a draft model's backend joins). The factory runs in the scheduler after the pools are built, which makes
 it the place to check that every other seam took.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
 from sglang_oasis.attention.dense import DenseAttentionBackend
+from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
@@ -51,6 +53,10 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
             f"select it with --enable-lookahead-kv."
         )
     config = config_of(runner.server_args, runner.page_size)
+    if runner.is_draft_worker:
+        observer = runner.req_to_token_pool._aux_cache
+        assert isinstance(observer, RowObserver), "the target's backend is created first"
+        return LookaheadAttentionBackend(runner, config.of_draft_model(), layout_of_runner(runner), pool.host, observer)
     backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
     labels = _rank_labels()
     if runner.server_args.enable_metrics:

@@ -15,9 +15,9 @@ class Seam:
     """A hook on an SGLang symbol.
 
     Attributes:
-        target: dotted path below `sglang.srt`.
+        target: dotted path below `sglang.srt`, or from `sglang` on.
         hook: the hook function, with the signature that SGLang prescribes for `kind`.
-        kind: "BEFORE", "AFTER" or "AROUND".
+        kind: "BEFORE", "AFTER", "AROUND" or "REPLACE".
     """
 
     target: str
@@ -26,7 +26,7 @@ class Seam:
 
     @property
     def path(self) -> str:
-        return f"sglang.srt.{self.target}"
+        return self.target if self.target.startswith("sglang.") else f"sglang.srt.{self.target}"
 
 
 def seams() -> list[Seam]:
@@ -39,6 +39,7 @@ def seams() -> list[Seam]:
         internal_state,
         kv_pool,
         sizing,
+        speculation,
     )
 
     return [
@@ -48,6 +49,7 @@ def seams() -> list[Seam]:
         *fused_kv_write.SEAMS,
         *beam_search.SEAMS,
         *internal_state.SEAMS,
+        *speculation.SEAMS,
         *http_server.SEAMS,
     ]
 
@@ -56,11 +58,12 @@ def install() -> None:
     """Register and apply all hooks, the resolution steps and the attention backend."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    from sglang_oasis.seams import attention_backend, resolution
+    from sglang_oasis.seams import attention_backend, resolution, speculation
 
     _check_version()
     resolution.install()
     attention_backend.install()
+    speculation.install()
     source = HookSource(plugin_name="sglang_oasis", dist_name="sglang-oasis")
     for seam in seams():
         HookRegistry.register(seam.path, seam.hook, HookType[seam.kind], source=source)
@@ -75,6 +78,9 @@ def verify() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_oasis.seams import speculation
+
+    speculation.verify()
     for seam in seams():
         hooks = HookRegistry._hooks.get(seam.path, [])
         if seam.path not in HookRegistry._patched or not any(hook is seam.hook for _, hook, _ in hooks):

@@ -104,7 +104,7 @@ def _summarising(fmt: SummaryFormat) -> type[HostKVPool]:
 
 def _pool_class(original: Callable[..., type], configurator: Any, *, kind: str, default: type) -> type:
     server_args = configurator.server_args
-    if kind != "mha" or configurator.is_draft_worker:
+    if kind != "mha":
         return original(configurator, kind=kind, default=default)
     if enabled(server_args):
         return _summarising(SUMMARY_FORMATS[config_of(server_args, configurator.page_size).summary_dtype])

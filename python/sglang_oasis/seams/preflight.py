@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, check_block_size
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL_ALGORITHM, check_block_size
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.ops import native
@@ -24,7 +24,10 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
-    "speculative_algorithm": (None,),
+    "speculative_algorithm": (None, "EAGLE3", "NGRAM", DUAL_ALGORITHM),
+    "speculative_adaptive": (False,),
+    "speculative_draft_window_size": (None,),
+    "speculative_use_rejection_sampling": (False,),
     "enable_hierarchical_cache": (False,),
     "enable_hisparse": (False,),
     "enable_mixed_chunk": (False,),
@@ -79,6 +82,7 @@ def check_before_resolution(server_args: Any) -> None:
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
         )
+    _check_drafts(server_args)
     folder = Path(server_args.model_path)
     if folder.is_dir():
         check_model_folder(folder, weights=server_args.load_format in ("auto", "safetensors"))
@@ -142,6 +146,20 @@ def check_after_resolution(server_args: Any) -> None:
     if view.device == "cpu":
         wait_passively()
         native.prepare()  # here, where the user sees it, and not in every rank
+
+
+def _check_drafts(server_args: Any) -> None:
+    """Refuse drafts that branch: the backends verify chains."""
+    wanted: dict[str, Any] = {"speculative_eagle_topk": 1}
+    if (server_args.speculative_algorithm or "").upper() == "NGRAM":
+        wanted = {"speculative_ngram_max_bfs_breadth": 1, "speculative_ngram_external_sam_budget": 0}
+    for name, value in wanted.items():
+        given = getattr(server_args, name)
+        if given is not None and given != value:
+            raise LookaheadKVError(
+                f"{asked_by(server_args)} verifies chains of draft tokens, not the trees of {_as_typed(name, given)}: "
+                f"use {_as_typed(name, value)}."
+            )
 
 
 def _has_sliding_window(text_config: Any) -> bool:

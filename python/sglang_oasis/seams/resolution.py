@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.attention.backend import BACKEND_NAME
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.seams.server_args import enabled, uses_host_pool
 
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"
+DRAFT_STEPS = 3
+"""Tokens that EAGLE-3 drafts per step when no flag says otherwise."""
 
 
 def install() -> None:
@@ -32,7 +34,8 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
     if uses_host_pool(server_args):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-        page_size = resolving_view(server_args).page_size
+        view = resolving_view(server_args)
+        page_size = view.page_size
         declare_resolution(
             server_args,
             SOURCE,
@@ -40,8 +43,24 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
             page_size=DEFAULT_BLOCK_SIZE if page_size is None else page_size,
             # A decode step's transfers are not captured in a graph yet.
             disable_cuda_graph=True,
+            **_dual_algorithm(server_args),
+            **_chain_defaults(view),
         )
     previous(server_args)
+
+
+def _dual_algorithm(server_args: Any) -> dict[str, str]:
+    """Source `dual` is a speculative algorithm of SGLang's."""
+    asked = enabled(server_args) and server_args.lookahead_kv_source == DUAL
+    return {"speculative_algorithm": DUAL_ALGORITHM} if asked else {}
+
+
+def _chain_defaults(view: Any) -> dict[str, int]:
+    """SGLang's own choice for EAGLE-3, without any of these flags, is a tree."""
+    fields = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    if (view.speculative_algorithm or "").upper() != "EAGLE3" or any(getattr(view, f) is not None for f in fields):
+        return {}
+    return dict(zip(fields, (DRAFT_STEPS, 1, DRAFT_STEPS + 1), strict=True))
 
 
 def _check_model_first(server_args: Any, previous: Step) -> None:

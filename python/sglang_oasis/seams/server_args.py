@@ -16,7 +16,7 @@ from sglang.srt import server_args as upstream
 from sglang.srt.arg_groups.arg_utils import Arg
 from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
-from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig
+from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import activation
 
@@ -63,6 +63,9 @@ class _Behaviour:
         group = parser.add_argument_group(HELP_HEADING)
         group.add_argument("--enable-lookahead-kv", action="store_true", help=ENABLE_HELP)
         for knob in KNOBS:
+            if knob.parse is bool:
+                group.add_argument(knob.flag, action="store_true", help=knob.help)
+                continue
             group.add_argument(
                 knob.flag, type=_parser_of(knob), choices=knob.choices, default=knob.default, help=knob.help
             )
@@ -139,4 +142,15 @@ def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:
     Raises:
         LookaheadKVError: a flag is out of range.
     """
-    return LookaheadKVConfig.from_flags({knob.name: getattr(server_args, knob.name) for knob in KNOBS}, block_size)
+    flags = {knob.name: getattr(server_args, knob.name) for knob in KNOBS}
+    return LookaheadKVConfig.from_flags(flags, block_size, speculation_of(server_args))
+
+
+def speculation_of(server_args: Any) -> Speculation:
+    """How a record speculates, as far as it is resolved."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view = resolved_view(server_args)
+    if view.speculative_algorithm is None:
+        return Speculation()
+    return Speculation(view.speculative_algorithm, (view.speculative_num_draft_tokens or 1) - 1)

@@ -24,27 +24,39 @@ def layout_of_model(server_args: Any, model_config: Any, dtype: Any, tp_size: in
 
     Args:
         server_args: SGLang's arguments.
-        model_config: SGLang's ModelConfig.
+        model_config: SGLang's ModelConfig, of the target or of a draft model.
         dtype: torch dtype of the KV cache.
         tp_size: ranks that share the KV heads.
         page_size: tokens per page.
     """
+    config = config_of(server_args, page_size)
     return TierLayout.of(
-        config_of(server_args, page_size),
+        config.of_draft_model() if model_config.is_draft_model else config,
         num_layers=model_config.num_attention_layers,
         kv_heads=model_config.get_num_kv_heads(tp_size),
         head_dim=model_config.head_dim,
         dtype=dtype,
         context_length=model_config.context_len,
+        draft_tokens=config.draft_tokens,
     )
 
 
 def layout_of_runner(runner: Any) -> TierLayout:
     """Sizes of the tiers of a model runner or of its KV cache configurator."""
+    return _layout(runner, runner.model_config)
+
+
+def draft_row_bytes(configurator: Any) -> int:
+    """Device bytes that one request takes in the draft model's tiers, 0 without one."""
+    draft = configurator.spec_aux_config.draft_model_config
+    return 0 if draft is None else _layout(configurator, draft).row_bytes
+
+
+def _layout(runner: Any, model_config: Any) -> TierLayout:
     from sglang.srt.runtime_context import get_parallel
 
     return layout_of_model(
-        runner.server_args, runner.model_config, runner.kv_cache_dtype, get_parallel().attn_tp_size, runner.page_size
+        runner.server_args, model_config, runner.kv_cache_dtype, get_parallel().attn_tp_size, runner.page_size
     )
 
 
@@ -84,7 +96,8 @@ def _least_of_all_ranks(*sizes: int) -> list[int]:
 def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return result
-    rows = layout_of_runner(configurator).rows_in(configurator.server_args._lookahead_kv_device_bytes)
+    device_bytes = configurator.server_args._lookahead_kv_device_bytes
+    rows = layout_of_runner(configurator).rows_in(device_bytes, draft_row_bytes(configurator))
     if rows < result and configurator.server_args.max_running_requests is not None:
         logger.warning(
             "max_running_requests is %d, not the requested %d: raise --lookahead-kv-device-gb for more.", rows, result

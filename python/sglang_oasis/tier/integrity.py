@@ -40,7 +40,7 @@ def check_integrity(tier: ResidentTier, host: HostPool, pages_of: Callable[[int,
         pages = pages_of(row, window.open_block + 1)
         for index, layer in enumerate(tier.layers):
             try:
-                _check_head_map(layer, row, window)
+                _check_head_map(layer, row, window, tier.layout.draft_tokens)
                 _check_contents(layer, row, window, host.kv[index], pages)
                 _check_summaries(layer, row, window, host, index, pages)
             except IntegrityError as error:
@@ -53,16 +53,20 @@ def _require(condition: bool | Tensor, invariant: str) -> None:
         raise IntegrityError(invariant)
 
 
-def _check_head_map(layer: ResidentLayer, row: int, window: Window) -> None:
+def _check_head_map(layer: ResidentLayer, row: int, window: Window, drafts: int) -> None:
     used = min(layer.selected, window.first_local)
+    # Blocks that would have left the local slots, had the last step's drafts been accepted, may have a slot already.
+    most = min(layer.selected, window.later(drafts).first_local)
     head_map, slot_of = layer.head_map[row].long(), layer.slot_of[row].long()
-    _require((head_map[:, used:] == -1).all(), f"slots beyond the first {used} are empty")
-    _require((head_map[:, :used] >= 0).all(), f"the first {used} slots are occupied")
+    occupied = head_map >= 0
+    _require(~occupied[:, most:].any(), f"slots beyond the first {most} are empty")
+    _require(occupied[:, :used].all(), f"the first {used} slots are occupied")
     # A block that is local now but selectable in the next step may have been fetched ahead.
-    _require((head_map < window.next.first_local).all(), "resident blocks are selectable")
-    slots = torch.arange(used).expand_as(head_map[:, :used]).to(head_map)
-    _require((slot_of.gather(1, head_map[:, :used]) == slots).all(), "slot_of inverts head_map")
-    _require(((slot_of >= 0).sum(1) == used).all(), "slot_of names no block that is not resident")
+    _require((head_map < window.later(1 + drafts).first_local).all(), "resident blocks are selectable")
+    slots = torch.arange(layer.selected).expand_as(head_map).to(head_map)
+    inverse = slot_of.gather(1, head_map.clamp(min=0))
+    _require((inverse == slots)[occupied].all(), "slot_of inverts head_map")
+    _require(((slot_of >= 0).sum(1) == occupied.sum(1)).all(), "slot_of names no block that is not resident")
 
 
 def _check_contents(layer: ResidentLayer, row: int, window: Window, host_kv: Tensor, pages: Tensor) -> None:

@@ -114,17 +114,22 @@ class TierLayout:
         caps = (fetch_cap(fetch_ratio, k) for k in self.selected_blocks if k < self.max_blocks)
         return self.kv_heads * self.chunk_bytes * sum(caps)
 
-    def rows_in(self, device_bytes: int) -> int:
+    def rows_in(self, device_bytes: int, draft_row_bytes: int = 0) -> int:
         """Requests that decode at once in `device_bytes`; one row more is allocated as SGLang's padding row 0.
+
+        Args:
+            device_bytes: for all rows.
+            draft_row_bytes: what a row takes besides, in the tiers of a draft model.
 
         Raises:
             LookaheadKVError: not even one request fits.
         """
-        rows = device_bytes // self.row_bytes - 1
+        row_bytes = self.row_bytes + draft_row_bytes
+        rows = device_bytes // row_bytes - 1
         if rows < 1:
             raise LookaheadKVError(
                 f"--lookahead-kv-device-gb of {device_bytes / 1e9:.3f} GB is too small for one request, which takes "
-                f"{2 * self.row_bytes / 1e9:.3f} GB with its padding row: raise it, or lower "
+                f"{2 * row_bytes / 1e9:.3f} GB with its padding row: raise it, or lower "
                 f"--lookahead-kv-budget-tokens or --context-length."
             )
         return rows

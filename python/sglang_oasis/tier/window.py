@@ -50,7 +50,11 @@ class Window(NamedTuple):
     @property
     def next(self) -> Window:
         """The window one token later."""
-        return self._replace(length=self.length + 1)
+        return self.later(1)
+
+    def later(self, tokens: int) -> Window:
+        """The window with more tokens committed."""
+        return self._replace(length=self.length + tokens)
 
 
 class Windows(NamedTuple):
@@ -83,4 +87,7 @@ class Windows(NamedTuple):
 
     @property
     def next(self) -> Windows:
-        return self._replace(length=self.length + 1)
+        return self.later(1)
+
+    def later(self, tokens: int) -> Windows:
+        return self._replace(length=self.length + tokens)

@@ -265,8 +265,10 @@ void pipeline_begin_step(int64_t handle, int64_t number, TensorView entries, Ten
 }
 
 Queries batch_of(const TensorView& queries) {
-  return {queries.data_ptr(), float_dtype(queries), token_stride(queries, queries.size(1), queries.size(2)),
-          queries.size(1)};
+  require(queries.ndim() == 4 && queries.stride(3) == 1 && (queries.size(2) == 1 || queries.stride(2) == queries.size(3)),
+          "queries must be [n, Q, heads, D] with contiguous vectors");
+  return {queries.data_ptr(),  float_dtype(queries), queries.stride(0), queries.stride(1),
+          queries.size(1), queries.size(2)};
 }
 
 void pipeline_submit(int64_t handle, int64_t layer, TensorView queries, double scale, int64_t cap) {

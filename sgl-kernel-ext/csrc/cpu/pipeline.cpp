@@ -58,18 +58,21 @@ void Pipeline::submit(int layer, const Queries& queries, float scale, int64_t ca
     std::lock_guard lock(mutex_);
     if (task.state != State::kIdle) throw std::logic_error("the layer's last lookahead task was not waited for");
   }
-  const int64_t dim = layers_[layer].host.head_dim, width = queries.heads * dim;
+  const int64_t dim = layers_[layer].host.head_dim;
   task.step = step_;
+  task.query_count = queries.count;
   task.query_heads = queries.heads;
   task.scale = scale;
   task.cap = cap;
   task.shares = step_->entries.size() * layers_[layer].host.kv_heads;
   task.next_share.store(0, std::memory_order_relaxed);
-  task.queries.resize(step_->entries.size() * width);
-  for (size_t i = 0; i < step_->entries.size(); ++i)
-    for (int64_t head = 0; head < queries.heads; ++head)
-      kernels().read_vector(queries.dtype, task.queries.data() + i * width + head * dim, queries.data,
-                            step_->entries[i] * queries.stride + head * dim, dim);
+  task.queries.resize(step_->entries.size() * queries.count * queries.heads * dim);
+  float* to = task.queries.data();
+  for (const int64_t entry : step_->entries)
+    for (int64_t q = 0; q < queries.count; ++q)
+      for (int64_t head = 0; head < queries.heads; ++head, to += dim)
+        kernels().read_vector(queries.dtype, to, queries.data,
+                              entry * queries.entry_stride + q * queries.stride + head * dim, dim);
   {
     std::lock_guard lock(mutex_);
     task.state = State::kQueued;
@@ -103,7 +106,7 @@ int64_t Pipeline::run(int layer, const Queries& queries, float scale, int64_t ca
     PipelineCounters counters;
     Queries query = queries;
     query.data = static_cast<const char*>(queries.data) +
-                 step.entries[share / heads] * queries.stride * element_bytes(queries.dtype);
+                 step.entries[share / heads] * queries.entry_stride * element_bytes(queries.dtype);
     execute_share(layers_[layer], step, query, scale, cap, share, counters);
     std::lock_guard lock(mutex);
     total += counters;
@@ -134,6 +137,7 @@ void Pipeline::serve() {
 void Pipeline::work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock) {
   const PipelineLayer& place = layers_[layer];
   const int64_t heads = place.host.kv_heads, width = task.query_heads * place.host.head_dim;
+  const int64_t entry_width = task.query_count * width;
   task.state = State::kRunning;
   ++task.workers;
   lock.unlock();
@@ -141,7 +145,8 @@ void Pipeline::work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock
   std::exception_ptr error;
   try {
     for (int64_t share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;) {
-      const Queries query{task.queries.data() + share / heads * width, DType::kFloat32, width, task.query_heads};
+      const Queries query{task.queries.data() + share / heads * entry_width, DType::kFloat32, entry_width, width,
+                          task.query_count, task.query_heads};
       execute_share(place, *task.step, query, task.scale, task.cap, share, counters);
     }
   } catch (...) {
@@ -169,8 +174,8 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   auto start = Clock::now();
   const uint8_t* records =
       layer.summaries.records + (row * layer.host.kv_heads + head) * layer.summaries.blocks * record;
-  score_row(query.data, query.dtype, query.stride, 1, query.heads, layer.host, head, records, layer.summaries.format,
-            candidates, scale, selector_.tightness, selector_.sinks, scores.data());
+  score_row(query.data, query.dtype, query.stride, query.count, query.heads, layer.host, head, records,
+            layer.summaries.format, candidates, scale, selector_.tightness, selector_.sinks, scores.data());
   counters.stage_ns[0] += ns_since(start);
 
   start = Clock::now();

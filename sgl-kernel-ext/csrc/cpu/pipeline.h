@@ -41,11 +41,13 @@ struct PipelineStep {
   int64_t pages_stride;
 };
 
-// Queries [n, heads, D] of a batch.
+// Queries [n, count, heads, D] of a batch.
 struct Queries {
   const void* data;
   DType dtype;
+  int64_t entry_stride;
   int64_t stride;
+  int64_t count;
   int64_t heads;
 };
 
@@ -81,7 +83,8 @@ class Pipeline {
   struct Task {
     State state = State::kIdle;
     std::shared_ptr<const PipelineStep> step;
-    std::vector<float> queries;  // [entries, H * G, D]
+    std::vector<float> queries;  // [entries, count, H * G, D]
+    int64_t query_count = 0;
     int64_t query_heads = 0;
     float scale = 0;
     int64_t cap = 0;
@@ -94,7 +97,7 @@ class Pipeline {
   void serve();
   // Does the shares of a task that nobody has begun; the last to leave makes it kDone. `lock` is released meanwhile.
   void work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock);
-  // The part of one (entry, head), through every stage; `query` is the entry's.
+  // The part of one (entry, head), through every stage; `query` has the entry's.
   void execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
                      int64_t cap, int64_t share, PipelineCounters& counters) const;
 

@@ -1,0 +1,155 @@
+"""Speculation on our backends: the draft model's attention, and on a CPU the ops that SGLang has for GPUs only.
+
+Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
+`speculative/eagle_utils.eagle_sample`, and the modules that `platform/speculative.py` names. A stand-in is REPLACEd by
+a hook where the op exists; where SGLang has None instead (the sampling ops) or cannot be imported without its compiled
+kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_oasis import SUPPORTED_SGLANG_VERSION
+from sglang_oasis.attention.backend import BACKEND_NAME
+from sglang_oasis.attention.drafting import DraftSteps
+from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.platform import speculative as ops
+from sglang_oasis.platform.detect import cpu_platform_wanted
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.server_args import uses_host_pool
+
+_SAMPLERS = (ops.tree_speculative_sampling_target_only, ops.top_k_renorm_prob, ops.top_p_renorm_prob)
+_RECONSTRUCT = "sglang.kernels.ops.speculative.reconstruct_tree"
+_RECONSTRUCT_FUNCTION = "reconstruct_indices_from_tree_mask_func"
+
+
+def _keep_overlap(original: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's own CPU engine cannot overlap scheduling and speculation; here nothing stands against it."""
+    if not uses_host_pool(server_args):
+        original(server_args)
+
+
+def _last_loc_on_torch(original: Callable[..., Any], *args: Any) -> Any:
+    """SGLang has this one in torch, too, and takes it for its own backends only."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)
+
+
+def _draft_decode_backend(original: Callable[[Any], Any], factory: Any) -> Any:
+    if not _serves(factory):
+        return original(factory)
+    steps = factory.speculative_num_steps - 1  # the first draft comes from the draft model's extend pass
+    return DraftSteps(factory.draft_model_runner.attn_backend, steps) if steps > 0 else None
+
+
+def _draft_extend_backend(original: Callable[[Any], Any], factory: Any) -> Any:
+    # None: the draft model keeps its own backend.
+    return None if _serves(factory) else original(factory)
+
+
+def _serves(factory: Any) -> bool:
+    from sglang.srt.runtime_context import attention_backends
+
+    name = factory.draft_attn_backend or attention_backends()[1]
+    return name in (DENSE_BACKEND_NAME, BACKEND_NAME)
+
+
+def _accept_chains(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Accept what our attention was right for: each draft with all tokens before it, which is a chain from the root.
+
+    NGRAM adds branches behind the chain of its longest match, whatever its breadth. Where drafts only serve as
+    lookahead queries none is accepted, and what is sampled at the root stands.
+    """
+    if verify_input.retrieve_next_token is not None:
+        following = verify_input.retrieve_next_token
+        chain = torch.arange(1, following.shape[1] + 1, device=following.device)
+        verify_input.retrieve_next_token = following.where(following == chain, -1)
+        verify_input.retrieve_next_sibling = torch.full_like(following, -1)
+    predict, accept_lens, accept_index = original(verify_input, batch, *args, **kwargs)
+    if rejects_drafts():
+        accept_lens.fill_(1)
+        accept_index[:, 1:] = -1
+    return predict, accept_lens, accept_index
+
+
+def rejects_drafts() -> bool:
+    """Whether this server only looks ahead with its drafts."""
+    from sglang.srt.runtime_context import get_server_args, get_spec
+
+    return get_server_args().lookahead_kv_reject_drafts or get_spec().speculative_algorithm == DUAL_ALGORITHM
+
+
+def install() -> None:
+    """Register the dual-token algorithm, and put the stand-ins in place that are no hooks."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_oasis.speculative.dual import DualAlgorithm, DualWorker
+
+    SpeculativeAlgorithm.register(DUAL_ALGORITHM, supports_overlap=True, spec_class=DualAlgorithm)(lambda _: DualWorker)
+    if not cpu_platform_wanted():
+        return
+    if _RECONSTRUCT not in sys.modules:
+        module = types.ModuleType(_RECONSTRUCT)
+        setattr(module, _RECONSTRUCT_FUNCTION, ops.reconstruct_indices_from_tree_mask)
+        sys.modules[_RECONSTRUCT] = module
+    from sglang.srt.speculative import eagle_utils
+
+    for sampler in _SAMPLERS:
+        if getattr(eagle_utils, sampler.__name__) is None:
+            setattr(eagle_utils, sampler.__name__, sampler)
+
+
+def verify() -> None:
+    """Fail when a stand-in is not in place.
+
+    Raises:
+        LookaheadKVError: names the symbol.
+    """
+    if not cpu_platform_wanted():
+        return
+    from sglang.srt.speculative import eagle_utils
+
+    missing = [f"{eagle_utils.__name__}.{f.__name__}" for f in _SAMPLERS if getattr(eagle_utils, f.__name__) is not f]
+    if (
+        getattr(sys.modules.get(_RECONSTRUCT), _RECONSTRUCT_FUNCTION, None)
+        is not ops.reconstruct_indices_from_tree_mask
+    ):
+        missing.append(f"{_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
+    if missing:
+        raise LookaheadKVError(
+            f"sglang-oasis cannot start: its stand-in for {missing[0]} did not take; install "
+            f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
+        )
+
+
+_ON_CPU = [
+    Seam("arg_groups.speculative_hook._disable_overlap_schedule_for_cpu", _keep_overlap, "AROUND"),
+    Seam("mem_cache.allocation.get_last_loc", _last_loc_on_torch, "AROUND"),
+    Seam("mem_cache.allocation.assign_req_to_token_pool_func", ops.assign_req_to_token_pool, "REPLACE"),
+    *(
+        Seam(f"sglang.kernels.ops.speculative.{target}", stand_in, "REPLACE")
+        for target, stand_in in (
+            ("cache_locs.assign_draft_cache_locs_contiguous_func", ops.assign_draft_cache_locs_contiguous),
+            ("cache_locs.fill_front_out_cache_loc_func", ops.fill_front_out_cache_loc),
+            ("eagle.fill_accept_out_cache_loc_func", ops.fill_accept_out_cache_loc),
+            ("eagle.fill_bonus_tokens_func", ops.fill_bonus_tokens),
+            ("gather_spec_extras.gather_spec_extras", ops.gather_spec_extras),
+            ("spec_tree.build_tree_kernel_efficient_func", ops.build_tree),
+            ("spec_tree.verify_tree_greedy_func", ops.verify_tree_greedy),
+        )
+    ),
+]
+SEAMS = [
+    Seam("speculative.draft_utils.DraftBackendFactory.create_decode_backend", _draft_decode_backend, "AROUND"),
+    Seam("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _draft_extend_backend, "AROUND"),
+    Seam("speculative.eagle_utils.eagle_sample", _accept_chains, "AROUND"),
+    *(_ON_CPU if cpu_platform_wanted() else []),
+]

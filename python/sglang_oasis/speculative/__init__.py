@@ -1,0 +1,1 @@
+"""Speculative algorithms of this package."""
