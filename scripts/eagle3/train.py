@@ -116,8 +116,7 @@ class Trainer:
 
     def step(self, batch: Sequence[Example]) -> float:
         """One optimiser step; returns the loss of the first draft."""
-        with torch.autocast("cpu", torch.bfloat16):
-            losses = [loss for loss, _, _ in self._drafts(batch)]
+        losses = [loss for loss, _, _ in self._drafts(batch)]
         total = sum(DEPTH_WEIGHT**i * loss for i, loss in enumerate(losses))
         assert isinstance(total, Tensor)
         self.optimizer.zero_grad(set_to_none=True)
@@ -163,7 +162,8 @@ class Trainer:
         )
         lengths = torch.tensor([len(example.ids) for example in batch])
         embeddings = F.embedding(ids[:, 1:], self.embedding)
-        logits = self.head.drafts(embeddings.to(torch.bfloat16), features[:, :length], DEPTH)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.head.drafts(embeddings.to(torch.bfloat16), features[:, :length], DEPTH)
         for depth, given in enumerate(logits):
             at = slice(1 + depth, 1 + depth + length)
             counts = torch.arange(length) + 1 + depth < lengths[:, None]

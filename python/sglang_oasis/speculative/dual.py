@@ -2,8 +2,8 @@
 
 Each step runs two tokens of a request in one forward pass: the newest token, whose logits give the next output, and the
 token that the model believes will follow it, which attends as the next step will and whose logits say what comes after.
-The first belief is the real second token: a request's first decode step runs twice. From then on the second token is
-the next output of the step before, seen one step early, and is nearly always right.
+A belief that was right makes the next one the next output, seen one step early. The first belief is the first token
+again, not the real second token as in the paper: that would take a second pass at the same length.
 
 Nothing is gained by emitting the second token, too: the step after would have no belief to look ahead with. So a step
 emits one token, and the second serves the lookahead query only.
@@ -77,7 +77,6 @@ class DualWorker(BaseSpecWorker):
         self.server_args = server_args
         self.device = get_device().device
         self.topk, self.speculative_num_steps, self.speculative_num_draft_tokens = 1, TOKENS - 1, TOKENS
-        self._looking_ahead: set[str] = set()  # requests of the last step
 
     @property
     def draft_worker(self) -> None:
@@ -89,22 +88,13 @@ class DualWorker(BaseSpecWorker):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result = self.target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
             result.new_seq_lens = batch.seq_lens
-            # Whatever the second token is, the first decode step does not believe it.
             result.next_draft_input = _draft_input(result.next_token_ids, result.next_token_ids)
             if on_publish is not None:
                 on_publish(result.new_seq_lens)
             return result
 
-        requests = {request.rid for request in batch.reqs}
-        given, mode = batch.spec_info, batch.forward_mode
-        first, second = given.bonus_tokens, given.topk_index[:, 0]
-        if beginners := requests - self._looking_ahead:
-            begins = torch.tensor([request.rid in beginners for request in batch.reqs], device=second.device)
-            emitted = self._run(batch, first, second, grammar_barrier, pp_proxy_tensors)
-            second = torch.where(begins, emitted.next_draft_input.bonus_tokens.to(second.dtype), second)
-            batch.forward_mode = mode
-        self._looking_ahead = requests
-        result = self._run(batch, first, second, grammar_barrier, pp_proxy_tensors)
+        given = batch.spec_info
+        result = self._run(batch, given.bonus_tokens, given.topk_index[:, 0], grammar_barrier, pp_proxy_tensors)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         logits = result.logits_output.next_token_logits
