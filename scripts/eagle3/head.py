@@ -35,6 +35,21 @@ class HeadShape:
     draft_vocab: int
     layers: tuple[int, ...]
 
+    @classmethod
+    def of(cls, target: Any, draft_vocab: int, layers: tuple[int, ...]) -> HeadShape:
+        """The shape that fits a target with this Hugging Face configuration."""
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            heads=target.num_attention_heads,
+            kv_heads=target.num_key_value_heads,
+            head_dim=target.head_dim,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=target.rope_parameters["rope_theta"],
+            draft_vocab=draft_vocab,
+            layers=layers,
+        )
+
 
 class Head(nn.Module):
     """The trainable part; the embedding stays the target's.

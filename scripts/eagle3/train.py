@@ -77,20 +77,6 @@ class Target:
                 found.append(Example(ids[i, :n].clone(), *parts))
         return found
 
-    def shape(self, draft_vocab: int) -> HeadShape:
-        config = self.config
-        return HeadShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_parameters["rope_theta"],
-            draft_vocab=draft_vocab,
-            layers=self.layers,
-        )
-
 
 class Trainer:
     """The head and all it is trained with.
@@ -105,7 +91,7 @@ class Trainer:
     def __init__(self, target: Target, draft_tokens: Tensor, rate: float, steps: int) -> None:
         self.target = target
         self.draft_tokens = draft_tokens
-        self.head = Head(target.shape(len(draft_tokens)))
+        self.head = Head(HeadShape.of(target.config, len(draft_tokens), target.layers))
         self.embedding = target.model.get_input_embeddings().weight.detach()
         self.output = target.model.lm_head.weight.detach()[draft_tokens]
         self.head.lm_head.weight.data.copy_(self.output.float())

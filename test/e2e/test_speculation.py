@@ -35,19 +35,7 @@ def untrained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head for the truncated model; what it drafts is nearly always wrong."""
     target = AutoConfig.from_pretrained(truncated_model_path(LAYERS))
     torch.manual_seed(0)
-    head = Head(
-        HeadShape(
-            hidden_size=target.hidden_size,
-            intermediate_size=target.intermediate_size,
-            heads=target.num_attention_heads,
-            kv_heads=target.num_key_value_heads,
-            head_dim=target.head_dim,
-            rms_norm_eps=target.rms_norm_eps,
-            rope_theta=target.rope_parameters["rope_theta"],
-            draft_vocab=DRAFT_VOCAB,
-            layers=(0, 1, 2),
-        )
-    )
+    head = Head(HeadShape.of(target, DRAFT_VOCAB, layers=(0, 1, 2)))
     folder = tmp_path_factory.mktemp("head")
     save_file(head.checkpoint(torch.arange(DRAFT_VOCAB), target.vocab_size), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(head.config(target)))

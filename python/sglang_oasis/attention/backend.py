@@ -103,7 +103,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         if mode.is_idle():
             return
         if (tokens := decoded_tokens(forward_batch)) is not None:
-            self._decode = self._plan_decode(forward_batch, committed_tokens(forward_batch), tokens)
+            self._decode = self._plan_decode(forward_batch, committed_tokens(forward_batch, tokens), tokens)
         else:
             self._prefill = self._plan_prefill(forward_batch)
 
@@ -140,7 +140,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> Tensor:
         if self._decode:
-            return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+            return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         plan = self._prefill
         assert plan is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
@@ -154,31 +154,12 @@ class LookaheadAttentionBackend(AttentionBackend):
                 self.controller.build(index, request.row, request.window, request.pages, startup, layer.scaling)
         return out.view(q.shape)
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._forward_decode(self._decode, *args, **kwargs)
 
-    def forward_draft_step(
-        self,
-        step: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
         """One of the passes that `init_draft_steps` planned."""
-        return self._forward_decode(self._draft_steps[step], q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        return self._forward_decode(self._draft_steps[step], *args, **kwargs)
 
     def _forward_decode(
         self,
@@ -188,13 +169,13 @@ class LookaheadAttentionBackend(AttentionBackend):
         v: Tensor | None,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        extras: dict[str, Any],
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> Tensor:
         """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
         scale, clock = layer.scaling, self.clock
         clock.enter_layer()
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, extras)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         clock.lap("write_through")

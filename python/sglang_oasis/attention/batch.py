@@ -35,13 +35,18 @@ def decoded_tokens(forward_batch: ForwardBatch) -> int | None:
     raise NotImplementedError(f"sglang-oasis cannot run a {mode.name} batch; turn the feature off that makes it.")
 
 
-def committed_tokens(forward_batch: ForwardBatch) -> Tensor:
-    """[n] int64 on the host, committed tokens of each request of a batch that decodes, the first of its m included."""
+def committed_tokens(forward_batch: ForwardBatch, tokens: int) -> Tensor:
+    """[n] int64 on the host, committed tokens of each request of a batch that decodes, the first of its m included.
+
+    Args:
+        forward_batch: the batch.
+        tokens: m, see `decoded_tokens`.
+    """
     mode, lengths = forward_batch.forward_mode, host_lengths(forward_batch)
     if mode.is_target_verify():
         return lengths + 1
     if mode.is_draft_extend_v2():
-        return lengths - (forward_batch.input_ids.numel() // forward_batch.batch_size) + 1
+        return lengths - tokens + 1
     return lengths
 
 

@@ -56,7 +56,7 @@ class DenseAttentionBackend(AttentionBackend):
             return
         lengths = host_lengths(forward_batch)
         if (tokens := decoded_tokens(forward_batch)) is not None:
-            lengths = committed_tokens(forward_batch) + tokens - 1
+            lengths = committed_tokens(forward_batch, tokens) + tokens - 1
             new_tokens = torch.full_like(lengths, tokens)
             self.clock.begin_step()
         else:

@@ -84,10 +84,15 @@ def verify() -> None:
     for seam in seams():
         hooks = HookRegistry._hooks.get(seam.path, [])
         if seam.path not in HookRegistry._patched or not any(hook is seam.hook for _, hook, _ in hooks):
-            raise LookaheadKVError(
-                f"sglang-oasis cannot start: the hook on {seam.path} did not take; install "
-                f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
-            )
+            raise did_not_take(f"the hook on {seam.path}")
+
+
+def did_not_take(what: str) -> LookaheadKVError:
+    """The error for something of ours that is not in place inside SGLang."""
+    return LookaheadKVError(
+        f"sglang-oasis cannot start: {what} did not take; install sglang=={SUPPORTED_SGLANG_VERSION}, or remove the "
+        f"plugin that occupies it."
+    )
 
 
 def _check_version() -> None:

@@ -151,7 +151,7 @@ def check_after_resolution(server_args: Any) -> None:
 def _check_drafts(server_args: Any) -> None:
     """Refuse drafts that branch: the backends verify chains."""
     wanted: dict[str, Any] = {"speculative_eagle_topk": 1}
-    if (server_args.speculative_algorithm or "").upper() == "NGRAM":
+    if server_args.speculative_algorithm == "NGRAM":
         wanted = {"speculative_ngram_max_bfs_breadth": 1, "speculative_ngram_external_sam_budget": 0}
     for name, value in wanted.items():
         given = getattr(server_args, name)

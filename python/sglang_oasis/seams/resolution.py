@@ -58,7 +58,7 @@ def _dual_algorithm(server_args: Any) -> dict[str, str]:
 def _chain_defaults(view: Any) -> dict[str, int]:
     """SGLang's own choice for EAGLE-3, without any of these flags, is a tree."""
     fields = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    if (view.speculative_algorithm or "").upper() != "EAGLE3" or any(getattr(view, f) is not None for f in fields):
+    if view.speculative_algorithm != "EAGLE3" or any(getattr(view, f) is not None for f in fields):
         return {}
     return dict(zip(fields, (DRAFT_STEPS, 1, DRAFT_STEPS + 1), strict=True))
 

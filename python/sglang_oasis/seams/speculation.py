@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from sglang_oasis import SUPPORTED_SGLANG_VERSION
 from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.attention.drafting import DraftSteps
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
-from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.catalogue import Seam, did_not_take
 from sglang_oasis.seams.server_args import uses_host_pool
 
 _SAMPLERS = (ops.tree_speculative_sampling_target_only, ops.top_k_renorm_prob, ops.top_p_renorm_prob)
@@ -124,10 +122,7 @@ def verify() -> None:
     ):
         missing.append(f"{_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
     if missing:
-        raise LookaheadKVError(
-            f"sglang-oasis cannot start: its stand-in for {missing[0]} did not take; install "
-            f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
-        )
+        raise did_not_take(f"its stand-in for {missing[0]}")
 
 
 _ON_CPU = [
