@@ -195,25 +195,25 @@ def main() -> None:
     batches = [batch for batch in _batches(training, options.batch) if len(batch[-1].ids) > 2 + 2 * DEPTH]
     trainer = Trainer(target, tokens, options.rate, options.epochs * len(batches))
     curve: list[float] = []
-    report = {}
     for epoch in range(options.epochs):
         order = torch.randperm(len(batches)).tolist()
         losses = [trainer.step(batches[i]) for i in track(order, f"epoch {epoch + 1} of {options.epochs}")]
         curve += [sum(part) / len(part) for part in _batches(losses, 25)]
         report = {name: trainer.accuracy(found) for name, found in examples.items() if name != "train"}
         print(f"epoch {epoch + 1}: loss {curve[-1]:.3f}", json.dumps(report), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_file(trainer.head.checkpoint(tokens, target.config.vocab_size), options.out / "model.safetensors")
-    (options.out / "config.json").write_text(json.dumps(trainer.head.config(target.config), indent=1) + "\n")
-    record = {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "seed": options.seed,
-        "training_tokens": sum(map(len, text["train"])),
-        "longest_sequence": LENGTH,
-        "loss_curve": [round(loss, 4) for loss in curve],
-        "held_out": report,
-    }
-    (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+        options.out.mkdir(parents=True, exist_ok=True)
+        save_file(trainer.head.checkpoint(tokens, target.config.vocab_size), options.out / "model.safetensors")
+        (options.out / "config.json").write_text(json.dumps(trainer.head.config(target.config), indent=1) + "\n")
+        record = {
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "seed": options.seed,
+            "epochs": epoch + 1,
+            "training_tokens": sum(map(len, text["train"])),
+            "longest_sequence": LENGTH,
+            "loss_curve": [round(loss, 4) for loss in curve],
+            "held_out": report,
+        }
+        (options.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

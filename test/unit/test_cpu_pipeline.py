@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,19 +256,27 @@ def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux only")
 def test_its_threads_take_only_idle_cores() -> None:
-    def idlers() -> int:
-        policies = (os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir())
-        return sum(policy == os.SCHED_IDLE for policy in policies)
+    def idle(thread: str) -> bool:
+        try:
+            return os.sched_getscheduler(int(thread)) == os.SCHED_IDLE
+        except ProcessLookupError:  # it ended meanwhile
+            return False
 
-    before = idlers()
+    def idlers() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir() if idle(task.name)}
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    before = idlers()  # a joined thread of an earlier test may still be among them
     tiers = Tiers.random(Heads(1, 1, 16, 8), (4, 30), SUMMARY_FORMATS["bf16"], torch.float32, 0)
     pipeline = NativePipeline(tiers.tier, tiers.host, BoundSelector(0.5))
-    deadline = time.monotonic() + 10
-    while idlers() == before:  # until its threads run
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: bool(idlers() - before))
     pipeline.close()
-    assert idlers() == before
+    wait_until(lambda: not idlers() - before)
 
 
 def test_closing_finishes_what_is_under_way() -> None:
