@@ -48,6 +48,13 @@ ENABLE_FLAG = "enable_lookahead_kv"
 DRAFT, DUAL, LAST_QUERY = "draft", "dual", "last-query"
 """Sources of the lookahead query."""
 
+DROP, FETCH = "drop", "fetch"
+"""Miss policies, besides AUTO."""
+
+DEFAULT_FETCH_RATIO = 0.05
+AUTO_AUDIT_INTERVAL = 8
+"""Steps between two audits where the miss policy depends on them and no interval was given."""
+
 DUAL_ALGORITHM = "LOOKAHEAD_DUAL"
 """SGLang's --speculative-algorithm behind source `dual`: no draft model, the model guesses two tokens ahead."""
 
@@ -62,9 +69,16 @@ KNOBS: tuple[Knob, ...] = (
     Knob("lookahead_kv_sink_tokens", 16, int, "First tokens that always stay on the device, inside the budget."),
     Knob(
         "lookahead_kv_fetch_ratio",
-        0.05,
+        DEFAULT_FETCH_RATIO,
         _number_or_auto,
-        "Blocks fetched ahead per KV head, layer and step, as a fraction of the budget; 'auto' adapts (not yet).",
+        "Blocks fetched ahead per KV head, layer and step, at most, as a fraction of the budget; auto = what the link "
+        "can move in a step, as far as the working set needs it.",
+    ),
+    Knob(
+        "lookahead_kv_smoothing",
+        0.8,
+        float,
+        "Weight of the past in the running average of a block's scores, in [0, 1): near-ties move no blocks; 0 = off.",
     ),
     Knob(
         "lookahead_kv_source",
@@ -82,10 +96,11 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "lookahead_kv_miss_policy",
-        "drop",
+        DROP,
         str,
-        "drop: attend to what is resident; fetch: load what the true query selects before attending.",
-        ("drop", "fetch"),
+        "drop: attend to what is resident; fetch: load what the true query selects before attending; auto: fetch in "
+        "layers whose audited recall is low.",
+        (DROP, FETCH, AUTO),
     ),
     Knob("lookahead_kv_selector", "midrange", str, "How blocks are scored from their summaries."),
     Knob(
@@ -113,7 +128,8 @@ KNOBS: tuple[Knob, ...] = (
         "lookahead_kv_audit_interval",
         0,
         int,
-        "Measure the true recall of a sampled request every N decode steps, from the full keys; 0 = off.",
+        "Measure the true recall of a sampled request every N decode steps, from the full keys; 0 = off, but every "
+        f"{AUTO_AUDIT_INTERVAL} with miss policy auto.",
     ),
 )
 
@@ -138,10 +154,11 @@ class LookaheadKVConfig:
         budget_tokens: selected tokens per KV head and layer (K*B).
         recent_tokens: always-resident tail besides the open block, in tokens.
         sink_tokens: always-resident head inside the budget, in tokens.
-        fetch_ratio: fetch cap as a fraction of K, in (0, 1].
+        fetch_ratio: fetch cap as a fraction of K, in (0, 1]; None for one that adapts.
+        smoothing: weight of the past in the average of a block's scores, in [0, 1); 0 for none.
         source: lookahead query source, resolved: DRAFT, DUAL or LAST_QUERY.
         reject_drafts: drafts are looked at and never accepted.
-        miss_policy: "drop" or "fetch".
+        miss_policy: DROP, FETCH or AUTO.
         selector: name of a registered selector.
         summary_dtype: "bf16", "int8" or "int4".
         host_gb: L2 bytes per rank / 10^9, None = automatic.
@@ -155,7 +172,8 @@ class LookaheadKVConfig:
     budget_tokens: int
     recent_tokens: int
     sink_tokens: int
-    fetch_ratio: float
+    fetch_ratio: float | None
+    smoothing: float
     source: str
     reject_drafts: bool
     miss_policy: str
@@ -199,7 +217,6 @@ class LookaheadKVConfig:
             LookaheadKVError: one sentence naming the flag, its value and the remedy.
         """
         value = {knob.name: flags.get(knob.name, knob.default) for knob in KNOBS}
-        _reject_what_comes_later(value)
         for knob in KNOBS:
             if knob.choices is not None and value[knob.name] not in knob.choices:
                 _refuse(knob.name, value[knob.name], f"use one of {', '.join(knob.choices)}")
@@ -207,7 +224,8 @@ class LookaheadKVConfig:
             budget_tokens=_positive_int(value, "lookahead_kv_budget_tokens"),
             recent_tokens=_count(value, "lookahead_kv_recent_tokens"),
             sink_tokens=_count(value, "lookahead_kv_sink_tokens"),
-            fetch_ratio=_ratio(value, "lookahead_kv_fetch_ratio"),
+            fetch_ratio=_ratio_or_auto(value, "lookahead_kv_fetch_ratio"),
+            smoothing=_decay(value, "lookahead_kv_smoothing"),
             source=_source(value["lookahead_kv_source"], speculation),
             reject_drafts=_switch(value, "lookahead_kv_reject_drafts"),
             miss_policy=value["lookahead_kv_miss_policy"],
@@ -216,7 +234,7 @@ class LookaheadKVConfig:
             host_gb=_gigabytes(value, "lookahead_kv_host_gb"),
             device_gb=_gigabytes(value, "lookahead_kv_device_gb"),
             dense_layers=_layer_ids(value, "lookahead_kv_dense_layers"),
-            audit_interval=_int(value, "lookahead_kv_audit_interval", 0, "give a whole number of steps, 0 for none"),
+            audit_interval=_audit_interval(value),
             block_size=block_size,
             draft_tokens=speculation.draft_tokens,
         )
@@ -225,7 +243,8 @@ class LookaheadKVConfig:
 
     def of_draft_model(self) -> LookaheadKVConfig:
         """For the tiers of a draft model, which decides how much is accepted but not what is right."""
-        return replace(self, miss_policy="drop", source=LAST_QUERY, dense_layers=(), audit_interval=0)
+        ratio = DEFAULT_FETCH_RATIO if self.fetch_ratio is None else self.fetch_ratio
+        return replace(self, miss_policy=DROP, source=LAST_QUERY, dense_layers=(), audit_interval=0, fetch_ratio=ratio)
 
     def check_layers(self, num_layers: int) -> None:
         """Raise LookaheadKVError when a dense layer does not exist in a model of `num_layers` layers."""
@@ -237,11 +256,6 @@ class LookaheadKVConfig:
 def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
     flag = "--" + name.replace("_", "-")
     raise LookaheadKVError(f"{flag} {value} is not possible: {remedy}.")
-
-
-def _reject_what_comes_later(value: Mapping[str, Any]) -> None:
-    if value["lookahead_kv_fetch_ratio"] == AUTO:
-        _refuse("lookahead_kv_fetch_ratio", AUTO, "this version has no adaptive cap, give a number in (0, 1]")
 
 
 def _switch(value: Mapping[str, Any], name: str) -> bool:
@@ -283,12 +297,28 @@ def _float(value: Mapping[str, Any], name: str, remedy: str) -> float:
         _refuse(name, value[name], remedy)
 
 
-def _ratio(value: Mapping[str, Any], name: str) -> float:
-    remedy = "give a number above 0 and at most 1"
+def _ratio_or_auto(value: Mapping[str, Any], name: str) -> float | None:
+    if value[name] == AUTO:
+        return None
+    remedy = "give a number above 0 and at most 1, or auto"
     ratio = _float(value, name, remedy)
     if not 0 < ratio <= 1:
         _refuse(name, value[name], remedy)
     return ratio
+
+
+def _decay(value: Mapping[str, Any], name: str) -> float:
+    remedy = "give a number from 0 (off) to below 1"
+    decay = _float(value, name, remedy)
+    if not 0 <= decay < 1:
+        _refuse(name, value[name], remedy)
+    return decay
+
+
+def _audit_interval(value: Mapping[str, Any]) -> int:
+    interval = _int(value, "lookahead_kv_audit_interval", 0, "give a whole number of steps, 0 for none")
+    depends = value["lookahead_kv_miss_policy"] == AUTO
+    return AUTO_AUDIT_INTERVAL if depends and not interval else interval
 
 
 def _gigabytes(value: Mapping[str, Any], name: str) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_oasis.config import DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
+from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port
@@ -41,6 +41,10 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_fetch_ratio", None),
     ("lookahead_kv_fetch_ratio", True),
     ("lookahead_kv_fetch_ratio", 10**400),
+    ("lookahead_kv_smoothing", 1),
+    ("lookahead_kv_smoothing", -0.1),
+    ("lookahead_kv_smoothing", math.nan),
+    ("lookahead_kv_smoothing", "auto"),
     ("lookahead_kv_source", "oracle"),
     ("lookahead_kv_miss_policy", "wait"),
     ("lookahead_kv_miss_policy", None),
@@ -66,10 +70,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_source", "draft"),  # without speculation there are no drafts
     ("lookahead_kv_reject_drafts", "no"),
 ]
-# In the flags' help, and refused until they work.
-NOT_YET: list[tuple[str, Any]] = [
-    ("lookahead_kv_fetch_ratio", "auto"),
-]
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -82,7 +82,7 @@ def refusal(action: Callable[[], Any]) -> str:
     return sentence
 
 
-@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE + NOT_YET)
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     flag = "--" + name.replace("_", "-")
     assert refusal(lambda: LookaheadKVConfig.from_flags({name: value})).startswith(f"{flag} {value} is not possible: ")
@@ -90,7 +90,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
 
 def test_every_knob_has_a_refused_value() -> None:
     looked_up = {"lookahead_kv_selector"}
-    assert {knob.name for knob in KNOBS} == looked_up | {name for name, _ in OUT_OF_RANGE + NOT_YET}
+    assert {knob.name for knob in KNOBS} == looked_up | {name for name, _ in OUT_OF_RANGE}
 
 
 def test_the_defaults_are_those_of_the_papers_and_of_our_own_selector_study() -> None:
@@ -100,6 +100,15 @@ def test_the_defaults_are_those_of_the_papers_and_of_our_own_selector_study() ->
     assert (config.source, config.miss_policy) == ("last-query", "drop")
     assert (config.selector, config.summary_dtype) == ("midrange", "int4")
     assert config.host_gb is config.device_gb is None
+
+
+def test_auto_leaves_the_cap_open_and_turns_the_audit_on() -> None:
+    config = LookaheadKVConfig.from_flags({"lookahead_kv_fetch_ratio": "auto", "lookahead_kv_miss_policy": "auto"})
+    assert (config.fetch_ratio, config.miss_policy, config.audit_interval) == (None, "auto", AUTO_AUDIT_INTERVAL)
+    asked = {"lookahead_kv_miss_policy": "auto", "lookahead_kv_audit_interval": 3}
+    assert LookaheadKVConfig.from_flags(asked).audit_interval == 3
+    draft = config.of_draft_model()
+    assert (draft.fetch_ratio, draft.miss_policy, draft.audit_interval) == (0.05, "drop", 0)
 
 
 def sourced(source: str, algorithm: str | None, drafts: int = 3, **flags: Any) -> LookaheadKVConfig:

@@ -19,6 +19,8 @@ from sglang_oasis.attention.plan import DecodePlan, host_pages, plan_decode, pla
 from sglang_oasis.config import LookaheadKVConfig, Speculation
 from sglang_oasis.lookahead.controller import LookaheadController
 from sglang_oasis.ops import native
+from sglang_oasis.ops.smoothing import ESCAPE
+from sglang_oasis.ops.summary import summarise_pages
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import IntegrityError, check_integrity
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
@@ -42,6 +44,7 @@ class ModelRow:
     length: int
     resident: list[list[set[int]]]
     last_selected: list[list[dict[int, int]]]
+    averages: list[list[dict[int, float]]]
     pages: list[int] = field(default_factory=list)
 
 
@@ -59,6 +62,7 @@ class Schedule(RuleBasedStateMachine):
         policy=st.sampled_from(["drop", "fetch"]),
         dense=st.sampled_from(["", "1"]),
         drafts=st.sampled_from([0, 1, 4, 7]),
+        smoothing=st.sampled_from([0.0, 0.8]),
         seed=st.integers(0, 10_000),
     )
     def start(
@@ -70,6 +74,7 @@ class Schedule(RuleBasedStateMachine):
         policy: str,
         dense: str,
         drafts: int,
+        smoothing: float,
         seed: int,
     ) -> None:
         if self.kernels:
@@ -84,6 +89,7 @@ class Schedule(RuleBasedStateMachine):
                 "lookahead_kv_sink_tokens": sinks,
                 "lookahead_kv_fetch_ratio": ratio,
                 "lookahead_kv_miss_policy": policy,
+                "lookahead_kv_smoothing": smoothing,
                 "lookahead_kv_dense_layers": dense,
                 "lookahead_kv_selector": "minmax",
                 "lookahead_kv_summary_dtype": "bf16",
@@ -134,7 +140,7 @@ class Schedule(RuleBasedStateMachine):
         """A request arrives; its prompt is processed in chunks."""
         row = self.free_rows.pop()
         self.generations[row] += 1
-        request = ModelRow(self.generations[row], length, [], [])
+        request = ModelRow(self.generations[row], length, [], [], [])
         self.extend_pages(row, request, length)
         bounds = sorted({0, length, *(length * i // chunks for i in range(1, chunks))})
         for prefix, end in itertools.pairwise(bounds):
@@ -164,8 +170,14 @@ class Schedule(RuleBasedStateMachine):
         request = self.live[row]
         request.resident = [[set()] * HEADS for _ in range(LAYERS)]
         request.last_selected = [[{}] * HEADS for _ in range(LAYERS)]
+        request.averages = [[self.averages_in(layer, row, head) for head in range(HEADS)] for layer in range(LAYERS)]
         for layer, head in itertools.product(range(LAYERS), range(HEADS)):
             self.adopt_head(layer, row, head)
+
+    def averages_in(self, layer: int, row: int, head: int) -> dict[int, float]:
+        """The tier's average score of each block that has one."""
+        kept = self.tier.layers[layer].averages
+        return {} if kept is None else {b: v for b, v in enumerate(kept[row, head].tolist()) if v >= 0}
 
     def adopt_head(self, layer: int, row: int, head: int) -> None:
         """Take over what the tier holds."""
@@ -236,7 +248,7 @@ class Schedule(RuleBasedStateMachine):
             if window.first_local <= selected:
                 left = set(range(int(step.before.first_local[i]), window.first_local))
                 for blocks, ages in zip(request.resident[layer], request.last_selected[layer], strict=True):
-                    ages.update(dict.fromkeys(left, step.number))
+                    ages.update(dict.fromkeys(left, step.number - 1))
                     blocks |= left
                     # With policy fetch a block may have made room for one that left the local slots with drafts that
                     # were rejected; it has just been loaded again, which `follow` will see.
@@ -274,7 +286,7 @@ class Schedule(RuleBasedStateMachine):
             midpoint, half_range = ((low + high) / 2).bfloat16().float(), ((high - low) / 2).bfloat16().float()
             group = queries.view(-1, HEADS, 2, DIM)[:, head].flatten(0, 1)
             bounds = (group @ midpoint.T + group.abs() @ half_range.T) * 0.5
-            score = torch.softmax(bounds, -1).mean(0)
+            score = self.smooth(request.averages[layer][head], torch.softmax(bounds, -1).mean(0))
             score[: self.config.sink_blocks] = float("inf")
             best = score.sort(descending=True).values[: budget + 1]
             if (best[1:] > best[:-1] * (1 - NEAR_TIE)).any():
@@ -300,12 +312,28 @@ class Schedule(RuleBasedStateMachine):
             ages.update(dict.fromkeys(admitted, plan.step.number))
             request.resident[layer][head] = now
 
+    def smooth(self, averages: dict[int, float], score: Tensor) -> Tensor:
+        """The scores that rank blocks: what `fetch` loads is for this step alone."""
+        decay = self.config.smoothing
+        if not decay or self.config.miss_policy == "fetch":
+            return score
+        for block, value in enumerate(score.tolist()):
+            blended = decay * averages.get(block, value) + (1 - decay) * value
+            averages[block] = max(blended, value / ESCAPE)
+        return torch.tensor([averages[block] for block in range(len(score))])
+
     @precondition(lambda self: self.live)
     @rule(data=st.data(), silent=st.booleans())
     def finish(self, data: st.DataObject, silent: bool) -> None:
         """A request ends; the row may be reused without the tier hearing of it."""
         row = data.draw(st.sampled_from(sorted(self.live)))
         request = self.live.pop(row)
+        for layer, page in itertools.product(range(LAYERS), request.pages[: request.length // BLOCK]):
+            # Another request may find the page in the prefix cache.
+            records = self.host.summaries[layer]
+            expected = records.clone()
+            summarise_pages.reference(self.host.kv[layer], torch.tensor([page]), self.layout.summary_format, expected)
+            assert torch.equal(records[page], expected[page])
         self.free_pages.extend(request.pages)
         self.free_rows.append(row)
         if not silent:
@@ -346,7 +374,7 @@ TestSchedule.settings = TestScheduleOnTorch.settings = settings(
 
 def _built_tier(length: int = 10 * BLOCK + 3) -> tuple[Schedule, int]:
     schedule = Schedule()
-    schedule.start(3, 8, 0, 1.0, "drop", "", 0, 7)
+    schedule.start(3, 8, 0, 1.0, "drop", "", drafts=0, smoothing=0.0, seed=7)
     schedule.prefill(length, 1)
     (row,) = schedule.live
     return schedule, row
@@ -386,6 +414,35 @@ def test_a_reused_row_does_not_serve_its_previous_request() -> None:
         req_to_token=schedule.req_to_token,
     )
     assert [cold.row for cold in plan.cold] == [row]
+    schedule.teardown()
+
+
+def test_a_row_that_decodes_twice_at_one_length_attends_to_each_block_once() -> None:
+    """What was looked ahead for the next length may be local at this one."""
+    schedule, row = _built_tier(11 * BLOCK - 1)
+    length = torch.tensor([11 * BLOCK])
+    for number in range(1, 7):
+        (plan,) = plan_decode(
+            schedule.tier,
+            number=number,
+            rows=torch.tensor([row]),
+            generations=torch.tensor([schedule.live[row].generation]),
+            lengths=length,
+            rids=[],
+            req_to_token=schedule.req_to_token,
+        )
+        token = schedule.random(1, HEADS, DIM)
+        for layer in range(LAYERS):
+            query = schedule.random(1, 2 * HEADS, DIM)
+            schedule.controller.write_through(layer, schedule.req_to_token[row, length - 1].long(), token, token)
+            for cold in plan.cold:
+                pages = plan.step.pages[0, : cold.window.open_block + 1].long()
+                schedule.controller.build(layer, row, cold.window, pages, query, 0.5)
+            schedule.controller.prepare(layer, plan.step, query, token, token, 0.5)
+            held = schedule.tier.layers[layer].head_map[row]
+            assert (held < int(plan.step.windows.first_local)).all(), number
+            schedule.controller.look_ahead(layer, plan.step, query, 0.5)
+            schedule.controller.pipeline.wait(layer)
     schedule.teardown()
 
 

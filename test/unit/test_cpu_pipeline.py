@@ -26,6 +26,9 @@ from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
 from test.unit.kernel_cases import DTYPES, EXAMPLES, FORMATS, SEEDS, Heads, generator, many, occupied_maps
 
+SMOOTHING = 0.5
+"""A power of two: no rounding that could rank blocks differently."""
+
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
@@ -57,6 +60,7 @@ class Tiers:
             sink_blocks=seed % 2,
             max_blocks=logical,
             summary_format=fmt,
+            smoothed=SMOOTHING > 0,
         )
         rng, num_pages = generator(seed), 3 * logical + 3
         host = HostPool(
@@ -104,6 +108,9 @@ class Tiers:
             torch.equal(a, b)
             for mine, theirs in zip(self.tier.layers, other.tier.layers, strict=True)
             for a, b in zip((mine.blocks, *mine.maps), (theirs.blocks, *theirs.maps), strict=True)
+        ) and all(
+            mine.averages is None or torch.allclose(mine.averages, theirs.averages, rtol=1e-6, atol=0)
+            for mine, theirs in zip(self.tier.layers, other.tier.layers, strict=True)
         )
 
     def copy(self) -> Tiers:
@@ -126,13 +133,13 @@ def run_both(tiers: Tiers, drive: Any) -> tuple[Tiers, tuple[int, ...], tuple[in
         kernels.score_blocks(queries.contiguous(), records, fmt.bits, candidates, scale, selector.tightness, scores)
         return scores
 
-    native_pipeline = NativePipeline(tiers.tier, tiers.host, selector)
+    native_pipeline = NativePipeline(tiers.tier, tiers.host, selector, SMOOTHING)
     got = drive(tiers, native_pipeline)
     got += native_pipeline.statistics()[:2]
     native_pipeline.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "kernels", lambda: None)
-        torch_pipeline = TorchPipeline(twin.tier, twin.host, same_scores)
+        torch_pipeline = TorchPipeline(twin.tier, twin.host, same_scores, SMOOTHING)
         expected = drive(twin, torch_pipeline)
         expected += torch_pipeline.statistics()[:2]
         torch_pipeline.close()
@@ -165,7 +172,9 @@ def test_the_native_pipeline_does_what_the_torch_pipeline_does(
     def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
         fetched = []
         for number in range(4, 8):
-            pipeline.begin_step(tiers.step(number))
+            step = tiers.step(number)
+            pipeline.begin_step(step)
+            pipeline.begin_urgent(step)
             queries = [tiers.query(dtype, queries_each) for _ in tiers.tier.layers]
             if number % 2:
                 fetched += [pipeline.run(layer, query, 0.2, budget[0]) for layer, query in enumerate(queries)]
@@ -206,6 +215,7 @@ def test_decode_steps_while_the_pipeline_works_give_what_they_give_one_after_ano
                 pipeline.wait(layer)
                 if layer == 0:
                     pipeline.begin_step(step)
+                    pipeline.begin_urgent(step)
                 tiers.host.write(layer, spare * block_size + offset, key, value)
                 resident.write_tokens(rows, torch.full((3,), budget[0] * block_size), key, value)
                 if offset == block_size - 1:

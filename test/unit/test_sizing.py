@@ -68,8 +68,8 @@ def test_the_fetch_cap_is_at_least_one_block() -> None:
 
 
 def test_step_bytes_count_only_layers_that_fetch() -> None:
-    assert layout(lookahead_kv_fetch_ratio=0.5).step_bytes(0.5) == 3 * 4 * 2 * (2 * 16 * 8 * 2)
-    assert layout(lookahead_kv_dense_layers="0,1,2").step_bytes(0.5) == 0
+    assert layout().step_bytes(2) == 3 * 4 * 2 * (2 * 16 * 8 * 2)
+    assert layout(lookahead_kv_dense_layers="0,1,2").step_bytes(2) == 0
 
 
 @pytest.mark.parametrize(

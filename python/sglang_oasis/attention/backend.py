@@ -77,7 +77,14 @@ class LookaheadAttentionBackend(AttentionBackend):
         self.config = config
         self.host = host
         self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
-        self.controller = LookaheadController(config, self.tier, host)
+        self.audit = Audit(self.tier, host, config.audit_interval) if config.audit_interval else None
+        self.controller = LookaheadController(
+            config,
+            self.tier,
+            host,
+            *(() if self.audit is None else (self.audit.is_poor,)),
+            moves_on=not runner.is_draft_worker,
+        )
         self.max_context_len = runner.model_config.context_len
         self._runner = runner
         self._kv_pool = runner.token_to_kv_pool
@@ -89,7 +96,6 @@ class LookaheadAttentionBackend(AttentionBackend):
             row_observer.also(self.tier.rows)
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
-        self.audit = Audit(self.tier, host, config.audit_interval) if config.audit_interval else None
         self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
         self._passes_begun = 0
@@ -195,12 +201,12 @@ class LookaheadAttentionBackend(AttentionBackend):
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry * step.tokens, None], scale)
+        if self.audit is not None:
+            self.audit.observe(index, step, query, scale)
         self.controller.prepare(index, step, query, key, value, scale)
         clock.lap("prepare")
         if self.trace is not None:
             self.trace.record(index, plan, self.tier)
-        if self.audit is not None:
-            self.audit.observe(index, step, query, scale)
         resident = self.tier.layers[index]
         out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
         clock.lap("attention")

@@ -171,7 +171,10 @@ def plan_decode(
         singly: one pass for each of a row's tokens, as if those before it were committed; else one pass for all.
     """
     cold = []
-    for entry in (~tier.rows.live(rows, generations)).nonzero().flatten().tolist():
+    live = tier.rows.live(rows, generations)
+    if first == 0:
+        live &= tier.rows.length[rows] < lengths  # what was looked ahead for a length does not serve it twice
+    for entry in (~live).nonzero().flatten().tolist():
         row, length = int(rows[entry]), int(lengths[entry]) - 1
         tier.rows.claim(row, int(generations[entry]), length)
         cold.append(ColdRow(entry, row, tier.window(length)))

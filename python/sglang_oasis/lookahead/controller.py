@@ -8,18 +8,20 @@ served one by one (miss policy `fetch`) repeats `prepare` and the attention call
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from sglang_oasis.config import LAST_QUERY, LookaheadKVConfig
+from sglang_oasis.config import AUTO, FETCH, LAST_QUERY, LookaheadKVConfig
 from sglang_oasis.lookahead.counters import LookaheadCounters
+from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FetchCap, FixedCap
 from sglang_oasis.lookahead.pipeline import PredictionStep, make_pipeline
 from sglang_oasis.lookahead.selector import find_selector, rank_blocks
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.layout import fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
-from sglang_oasis.tier.window import Window
+from sglang_oasis.tier.window import Window, Windows
 
 STARTUP_QUERIES = 16
 """Last prompt queries that choose a row's first resident set."""
@@ -32,19 +34,34 @@ class LookaheadController:
         config: the validated configuration.
         tier: the resident tier.
         host: the host pool.
+        recall_is_low: layer -> whether lookahead alone serves it badly, for miss policy `auto`.
+        moves_on: False when the next pass may serve a row at the length of this one, as a draft model's do.
+
+    Attributes:
+        cap: most blocks fetched ahead per KV head, layer and step.
     """
 
-    def __init__(self, config: LookaheadKVConfig, tier: ResidentTier, host: HostPool) -> None:
+    def __init__(
+        self,
+        config: LookaheadKVConfig,
+        tier: ResidentTier,
+        host: HostPool,
+        recall_is_low: Callable[[int], bool] = lambda layer: False,
+        *,
+        moves_on: bool = True,
+    ) -> None:
         self.config = config
         self.tier = tier
         self.host = host
         self.counters = LookaheadCounters()
         self._selector = find_selector(config.selector)
-        self._fetches_misses = config.miss_policy == "fetch"
+        self._recall_is_low = recall_is_low
+        self._moves_on = moves_on
         self._looks_at_drafts = config.source != LAST_QUERY
         self._step: DecodeStep | None = None
-        self._predicting = False
-        self.pipeline = make_pipeline(tier, host, self._selector)
+        self._urgent = self._predicting = False
+        self.pipeline = make_pipeline(tier, host, self._selector, config.smoothing)
+        self.cap = self._make_cap()
 
     def write_through(self, layer: int, indices: Tensor, key: Tensor, value: Tensor) -> None:
         """Store new tokens in the host pool; the first thing a forward pass does in a layer.
@@ -78,6 +95,7 @@ class LookaheadController:
         count = min(resident.selected, window.first_local)
         if window.next.first_local <= resident.selected:
             selected = torch.arange(count).expand(layout.kv_heads, count)
+            resident.begin_averages(row, None)
         else:
             candidates = torch.tensor([window.next.first_local])
             records = resident.summaries[row, None, :, : len(complete)]
@@ -85,6 +103,7 @@ class LookaheadController:
                 self._selector, queries[None], records, layout.summary_format, candidates, scale, layout.sink_blocks
             )
             selected = scores[0].topk(count, dim=-1).indices
+            resident.begin_averages(row, scores[0, :, : window.next.first_local])
         resident.build(row, selected, window, self.host.kv[layer], pages)
         self.counters.blocks_built += selected.numel()
 
@@ -103,20 +122,23 @@ class LookaheadController:
             self._begin(step)
         resident = self.tier.layers[layer]
         if step.graduates:
-            resident.graduate(step.graduates.rows, step.graduates.blocks, step.number)
+            # Not selected in this step: what is predicted now must outlive them.
+            resident.graduate(step.graduates.rows, step.graduates.blocks, step.number - 1)
         resident.write_tokens(step.token_rows, step.places(resident), key, value)
         if step.completed:
             rows, blocks, pages = step.completed
             self.host.summarise(layer, pages)
             resident.summaries[rows, :, blocks] = self.host.summaries[layer][pages].to(self.tier.device)
-        if self._fetches_misses and self._predicts(layer):
+        if step.expected:  # a request may end here, and another find the page in the prefix cache
+            self.host.summarise(layer, step.expected.pages)
+        if self._urgent and self._fetches_misses(layer) and self._is_sparse(layer):
             queries = query.unflatten(0, (-1, step.tokens))
             self.counters.blocks_urgent += self.pipeline.run(layer, queries, scale, cap=resident.selected)
 
     def look_ahead(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
         """Start predicting, selecting and transferring what the next step will need.
 
-        With policy `fetch` the true queries have already brought in all that they would predict.
+        Nothing is done with policy `fetch`: the true queries have brought in all that they would predict.
 
         Args:
             layer: layer of this rank.
@@ -124,34 +146,54 @@ class LookaheadController:
             query: [n * m, H*G, D].
             scale: softmax scale.
         """
-        if not self._fetches_misses and self._predicts(layer):
-            cap = fetch_cap(self.config.fetch_ratio, self.tier.layers[layer].selected)
+        if self._predicting and self._is_sparse(layer):
+            cap = self.cap.blocks(self.tier.layers[layer].selected)
             queries = query.unflatten(0, (-1, step.tokens))
             drafts = queries[:, 1:] if self._looks_at_drafts and step.tokens > 1 else queries[:, :1]
             self.pipeline.submit(layer, drafts, scale, cap)
 
     def _begin(self, step: DecodeStep) -> None:
-        """Find the rows that do not fit the budget when the pipeline works for them.
-
-        With policy `fetch` it works for this step's attention, else for the next step's. A row also counts that will
-        not fit with the drafts it may have: it may be back from where it did not fit.
-        """
+        """Find the rows that do not fit the budget: in this step, where misses are fetched, and in the next."""
         self._step = step
-        if self._fetches_misses:
-            candidates, most = step.windows.first_local, step.windows.later(self.tier.layout.draft_tokens).first_local
-        else:
-            candidates = most = step.windows.next.first_local
-        entries = (most > min(self.tier.layout.selected_blocks)).nonzero().flatten()
-        self._predicting = entries.numel() > 0
-        if self._predicting:
-            self.pipeline.begin_step(
-                PredictionStep(step.number, entries, step.rows[entries], candidates[entries], step.pages)
-            )
+        policy, layers = self.config.miss_policy, range(self.tier.layout.num_layers)
+        self._urgent = self._predicting = False
+        if policy == FETCH or (policy == AUTO and any(map(self._recall_is_low, layers))):
+            # A row also counts that will not fit with the drafts it may have: it may be back from where it did not fit.
+            most = step.windows.later(self.tier.layout.draft_tokens)
+            if (urgent := self._exceeding(step, step.windows, most)) is not None:
+                self._urgent = True
+                self.pipeline.begin_urgent(urgent)
+        if policy != FETCH:
+            then = step.windows.next if self._moves_on else step.windows
+            ahead = self._exceeding(step, then, then)
+            self.cap.begin_step(0 if ahead is None else len(ahead.rows))
+            if ahead is not None:
+                self._predicting = True
+                self.pipeline.begin_step(ahead)
+
+    def _exceeding(self, step: DecodeStep, windows: Windows, most: Windows) -> PredictionStep | None:
+        """The rows whose windows `most` exceed the budget, with candidates as in `windows`; None without such rows."""
+        entries = (most.first_local > min(self.tier.layout.selected_blocks)).nonzero().flatten()
+        if not entries.numel():
+            return None
+        return PredictionStep(step.number, entries, step.rows[entries], windows.first_local[entries], step.pages)
 
     def close(self) -> None:
         """End the background threads."""
         self.pipeline.close()
 
-    def _predicts(self, layer: int) -> bool:
-        """Whether the step has rows that exceed the layer's slots; those of a dense layer never do."""
-        return self._predicting and self.tier.layers[layer].selected < self.tier.layout.max_blocks
+    def _make_cap(self) -> FetchCap:
+        if self.config.fetch_ratio is not None:
+            return FixedCap(self.config.fetch_ratio)
+        layout, pipeline = self.tier.layout, self.pipeline
+        heads = layout.kv_heads * sum(map(self._is_sparse, range(layout.num_layers)))
+        selected = min(layout.selected_blocks)
+        return AdaptiveCap(pipeline.statistics, selected, heads, layout.chunk_bytes, pipeline.threads)
+
+    def _fetches_misses(self, layer: int) -> bool:
+        """Whether what the true query misses is loaded before attention."""
+        return self.config.miss_policy == FETCH or self._recall_is_low(layer)
+
+    def _is_sparse(self, layer: int) -> bool:
+        """Whether rows can exceed the layer's slots; those of a dense layer never do."""
+        return self.tier.layers[layer].selected < self.tier.layout.max_blocks

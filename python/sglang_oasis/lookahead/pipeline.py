@@ -9,25 +9,23 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sglang_oasis.lookahead.selector import BoundSelector, Selector, rank_blocks
+from sglang_oasis.lookahead.selector import BoundSelector, Selector
 from sglang_oasis.lookahead.stages import Stage, StagePipeline
 from sglang_oasis.ops import cpu, native
 from sglang_oasis.ops.eviction import Admissions, admit_blocks, select_blocks
+from sglang_oasis.ops.smoothing import ESCAPE, smooth_scores
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentTier
 
 STAGES = ("predict", "select", "transfer")
 
 
-@dataclass(frozen=True)
-class PredictionStep:
+class PredictionStep(NamedTuple):
     """The rows of a decode step that do not fit the budget; m of the batch's n.
 
     Attributes:
@@ -64,16 +62,25 @@ class PipelineStatistics(NamedTuple):
 
 
 class LookaheadPipeline(Protocol):
-    """What the controller asks of a pipeline."""
+    """What the controller asks of a pipeline.
+
+    Attributes:
+        threads: that transfer blocks at once.
+    """
+
+    threads: int
 
     def begin_step(self, step: PredictionStep) -> None:
         """Tasks submitted from now on belong to `step`; earlier ones may still be under way."""
+
+    def begin_urgent(self, step: PredictionStep) -> None:
+        """Tasks run from now on belong to `step`."""
 
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
         """Start a task with Q queries per row, [n, Q, H*G, D]; the layer's previous task was waited for."""
 
     def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
-        """Do the same now; returns the number of blocks loaded."""
+        """Do the same now, without smoothing; returns the number of blocks loaded."""
 
     def wait(self, layer: int) -> None:
         """Block until the layer's task is through, no other layer's; raises what the task raised."""
@@ -87,11 +94,11 @@ class LookaheadPipeline(Protocol):
         """End the background threads; tasks under way are finished first."""
 
 
-def make_pipeline(tier: ResidentTier, host: HostPool, selector: Selector) -> LookaheadPipeline:
+def make_pipeline(tier: ResidentTier, host: HostPool, selector: Selector, smoothing: float) -> LookaheadPipeline:
     """The fastest pipeline for this device, head size and selector."""
     if tier.device.type == "cpu" and isinstance(selector, BoundSelector) and cpu.serves(tier.layout.head_dim):
-        return NativePipeline(tier, host, selector)
-    return TorchPipeline(tier, host, selector)
+        return NativePipeline(tier, host, selector, smoothing)
+    return TorchPipeline(tier, host, selector, smoothing)
 
 
 class NativePipeline:
@@ -100,24 +107,35 @@ class NativePipeline:
     Args:
         tier, host: the tiers.
         selector: how blocks are scored.
+        smoothing: weight of the past in their average scores, 0 for none.
     """
 
-    def __init__(self, tier: ResidentTier, host: HostPool, selector: BoundSelector) -> None:
+    def __init__(self, tier: ResidentTier, host: HostPool, selector: BoundSelector, smoothing: float = 0.0) -> None:
         layout = tier.layout
         self._kernels = native.kernels()
         self._num_layers = layout.num_layers
         self._memory = tier, host  # the threads hold pointers into it
         bits = layout.summary_format.bits
-        threads = max(1, torch.get_num_threads() // 4)
-        self._handle = self._kernels.pipeline_create(threads, selector.tightness, layout.sink_blocks)
+        self.threads = max(1, torch.get_num_threads() // 4)
+        self._handle = self._kernels.pipeline_create(
+            self.threads, selector.tightness, layout.sink_blocks, smoothing, ESCAPE
+        )
         self._end = weakref.finalize(self, self._kernels.pipeline_destroy, self._handle)
         for layer, host_kv in zip(tier.layers, host.kv, strict=True):
-            self._kernels.pipeline_add_layer(self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, bits)
+            averages = layer.averages if smoothing else None
+            self._kernels.pipeline_add_layer(
+                self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, bits, averages
+            )
 
     def begin_step(self, step: PredictionStep) -> None:
-        self._kernels.pipeline_begin_step(
-            self._handle, step.number, step.entries, step.rows, step.candidates, step.pages
-        )
+        self._kernels.pipeline_begin_step(self._handle, *step)
+
+    def begin_urgent(self, step: PredictionStep) -> None:
+        self._kernels.pipeline_begin_urgent(self._handle, *step)
+
+    def throttle(self, bytes_per_second: float) -> None:
+        """Make transfers as slow as over a link of that rate, per thread; 0 ends it. For tests of what adapts to it."""
+        self._kernels.pipeline_throttle(self._handle, bytes_per_second)
 
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
         self._kernels.pipeline_submit(self._handle, layer, query, scale, cap)
@@ -150,6 +168,7 @@ class _Task(NamedTuple):
     query: Tensor
     scale: float
     cap: int
+    smoothed: bool
 
 
 class TorchPipeline:
@@ -160,13 +179,19 @@ class TorchPipeline:
     Args:
         tier, host: the tiers.
         selector: how blocks are scored.
+        smoothing: weight of the past in their average scores, 0 for none.
     """
 
-    def __init__(self, tier: ResidentTier, host: HostPool, selector: Selector) -> None:
+    threads = 1
+    """That run one stage at a time."""
+
+    def __init__(self, tier: ResidentTier, host: HostPool, selector: Selector, smoothing: float = 0.0) -> None:
         self._tier = tier
         self._host = host
-        self._rank = partial(rank_blocks, selector, sink_blocks=tier.layout.sink_blocks)
+        self._smoothing = smoothing
+        self._selector = selector
         self._step: PredictionStep | None = None
+        self._urgent: PredictionStep | None = None
         self._fetched = self._deferred = 0
         self._counting = threading.Lock()
         self._stages = StagePipeline(
@@ -178,11 +203,18 @@ class TorchPipeline:
     def begin_step(self, step: PredictionStep) -> None:
         self._step = step
 
+    def begin_urgent(self, step: PredictionStep) -> None:
+        self._urgent = step
+
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
-        self._stages.submit(layer, self._task(layer, query, scale, cap))
+        step = self._step
+        assert step is not None
+        self._stages.submit(layer, _Task(layer, step, query[step.entries], scale, cap, self._smoothing > 0))
 
     def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
-        _, admissions = self._stages.run(self._task(layer, query, scale, cap))
+        step = self._urgent
+        assert step is not None
+        _, admissions = self._stages.run(_Task(layer, step, query[step.entries], scale, cap, False))
         return admissions.admitted
 
     def wait(self, layer: int) -> None:
@@ -198,19 +230,19 @@ class TorchPipeline:
     def close(self) -> None:
         self._stages.close()
 
-    def _task(self, layer: int, query: Tensor, scale: float, cap: int) -> _Task:
-        assert self._step is not None
-        return _Task(layer, self._step, query[self._step.entries], scale, cap)
-
     def _predict(self, task: _Task) -> tuple[_Task, Tensor]:
-        """Stage 1: the scores [m, H, N] of the blocks."""
-        records = self._tier.layers[task.layer].summaries[task.step.rows, :, : int(task.step.candidates.max())]
-        fmt = self._tier.layout.summary_format
-        return task, self._rank(task.query, records, fmt, task.step.candidates, task.scale)
+        """Stage 1: the scores [m, H, N] of the blocks, infinity for the sinks."""
+        resident, layout, step = self._tier.layers[task.layer], self._tier.layout, task.step
+        records = resident.summaries[step.rows, :, : int(step.candidates.max())]
+        scores = self._selector(task.query, records, layout.summary_format, step.candidates, task.scale)
+        if task.smoothed and resident.averages is not None:
+            smooth_scores(resident.averages, step.rows, scores, step.candidates, self._smoothing)
+        scores[..., : layout.sink_blocks] = float("inf")
+        return task, scores
 
     def _select(self, predicted: tuple[_Task, Tensor]) -> tuple[_Task, Admissions]:
         """Stage 2: which of the best to load, and over what."""
-        (layer, step, _, _, cap), scores = predicted
+        (layer, step, _, _, cap, _), scores = predicted
         maps = self._tier.layers[layer].maps
         return predicted[0], select_blocks(scores, step.candidates, step.rows, maps, step.number, cap)
 

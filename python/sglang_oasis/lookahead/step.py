@@ -95,6 +95,14 @@ class DecodeStep:
         after = self.windows if self.completes else self.before
         return self._passed(self.before.complete_blocks, after.complete_blocks)
 
+    @cached_property
+    def expected(self) -> Blocks:
+        """The blocks that this step's drafts complete, if they are accepted."""
+        committed = self.windows if self.completes else self.before
+        if self.first > 0:
+            return Blocks(*self.rows.new_empty(3, 0))  # drafts that are written again before they are verified
+        return self._passed(committed.complete_blocks, self.last.complete_blocks)
+
     def _passed(self, before: Tensor, after: Tensor) -> Blocks:
         """Blocks that a boundary [n] passed; a step commits B tokens at most and moves it by one block at most."""
         entries = (after > before).nonzero().flatten()

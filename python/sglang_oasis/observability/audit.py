@@ -130,7 +130,7 @@ class Audit:
             self._sampled = set(self._random.sample(sparse, min(LAYERS_PER_AUDIT, len(sparse))))
 
     def observe(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
-        """A layer is about to attend to its resident set.
+        """A layer is about to decode with what lookahead has brought in; misses are not fetched yet.
 
         Args:
             layer: layer of this rank.
@@ -153,6 +153,11 @@ class Audit:
             step.pages[self._entry, : window.open_block + 1].long(),
             scale,
         )
+
+    def is_poor(self, layer: int) -> bool:
+        """Whether the layer's working set covers too little of the attention, before misses are fetched."""
+        mass = self.layers[layer].mass
+        return mass is not None and mass < POOR_MASS
 
     def statistics(self) -> dict[str, Any]:
         """Per layer, None where nothing was looked at yet, and the means over the layers that were."""

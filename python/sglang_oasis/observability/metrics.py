@@ -65,6 +65,7 @@ def _gauges(statistics: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{group}_{name}", value
     for name, value in statistics["bytes"].items():
         yield f"{name}_bytes", value
+    yield "fetch_cap", statistics["fetch_cap"]
     recall = statistics["recall"] or {}
     for name in ("audits", "agreement", "mass", "worst_mass"):
         if recall.get(name) is not None:

@@ -13,7 +13,8 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
     """One block that a human can check, logged when the tiers are built."""
     config, layout, tier = backend.config, backend.tier.layout, backend.tier
     tokens = (backend.host.num_pages - 1) * layout.block_size
-    per_row = layout.step_bytes(config.fetch_ratio)
+    cap = backend.controller.cap.blocks(min(layout.selected_blocks))
+    ratio = "adaptive" if config.fetch_ratio is None else f"ratio {config.fetch_ratio}"
     budget = min(layout.selected_blocks)
     covers = " (the whole context, so attention is exact)" if budget == layout.max_blocks else ""
     lines = [
@@ -25,8 +26,9 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
         f"  budget           {budget} blocks of {config.block_size} tokens per KV head and layer{covers}, of which "
         f"{layout.sink_blocks} sink blocks; besides {layout.recent_blocks} recent blocks and the open one; "
         f"dense layers: {', '.join(map(str, config.dense_layers)) or 'none'}",
-        f"  step             at most {_mb(per_row)} fetched ahead per row (ratio {config.fetch_ratio}), "
-        f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}",
+        f"  step             at most {_mb(layout.step_bytes(cap))} fetched ahead per row ({ratio}), "
+        f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}, "
+        f"smoothing {config.smoothing}",
     ]
     return "\n".join(lines)
 
@@ -36,6 +38,7 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
     tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline.statistics()
     counters = backend.controller.counters
     capacity, free = backend.host_tokens()
+    cap = backend.controller.cap.blocks(min(layout.selected_blocks))
     return {
         "config": dataclasses.asdict(backend.config),
         "rows": {"capacity": tier.num_rows - 1, "active": len(tier.rows)},
@@ -45,8 +48,9 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
             "device_capacity": tier.num_rows * layout.row_bytes,
             "resident": tier.used_bytes,
             "summaries": tier.used_summary_bytes,
-            "step_budget": layout.step_bytes(backend.config.fetch_ratio),
+            "step_budget": layout.step_bytes(cap),
         },
+        "fetch_cap": cap,
         "counters": {
             **dataclasses.asdict(counters),
             "blocks_fetched": pipeline.fetched,

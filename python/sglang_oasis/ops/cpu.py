@@ -11,6 +11,7 @@ from torch import Tensor
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, graduate_blocks, select_blocks
 from sglang_oasis.ops.native import kernels
+from sglang_oasis.ops.smoothing import ESCAPE, smooth_scores
 from sglang_oasis.ops.summary import SummaryFormat, block_scores, summarise_pages
 from sglang_oasis.ops.tokens import store_tokens
 
@@ -70,6 +71,14 @@ def _block_scores(
     scores = torch.empty(records.shape[:3])
     kernels().score_blocks(queries.contiguous(), records, fmt.bits, candidates, scale, tightness, scores)
     return scores
+
+
+@smooth_scores.register("cpu")
+def _smooth_scores(averages: Tensor, rows: Tensor, scores: Tensor, candidates: Tensor, decay: float) -> None:
+    if kernels() is None or not scores.is_contiguous():
+        return NotImplemented
+    kernels().smooth_scores(averages, rows, scores, candidates, decay, ESCAPE)
+    return None
 
 
 @select_blocks.register("cpu")

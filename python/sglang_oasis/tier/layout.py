@@ -11,6 +11,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
 MAP_DTYPE = torch.int32
+SCORE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class TierLayout:
         max_blocks: N, most logical blocks of a row.
         summary_format: how summaries are stored.
         draft_tokens: most tokens beyond the committed ones that a step may write.
+        smoothed: whether rows keep an average score of every block.
     """
 
     num_layers: int
@@ -42,6 +44,7 @@ class TierLayout:
     max_blocks: int
     summary_format: SummaryFormat
     draft_tokens: int = 0
+    smoothed: bool = False
 
     @classmethod
     def of(
@@ -74,6 +77,7 @@ class TierLayout:
             max_blocks=max_blocks,
             summary_format=SUMMARY_FORMATS[config.summary_dtype],
             draft_tokens=draft_tokens,
+            smoothed=config.smoothing > 0,
         )
 
     @property
@@ -103,16 +107,17 @@ class TierLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Device bytes of one row: resident slots, head map, its inverse, last-selected steps, summaries."""
+        """Device bytes of one row: resident slots, head map, its inverse, last-selected steps, scores, summaries."""
         selected = sum(self.selected_blocks)
         slots = selected + self.num_layers * self.local_slots
         maps = (2 * selected + self.num_layers * self.max_blocks) * MAP_DTYPE.itemsize
-        return self.kv_heads * (slots * self.chunk_bytes + maps) + self.row_summary_bytes
+        averages = self.smoothed * self.num_layers * self.max_blocks * SCORE_DTYPE.itemsize
+        return self.kv_heads * (slots * self.chunk_bytes + maps + averages) + self.row_summary_bytes
 
-    def step_bytes(self, fetch_ratio: float) -> int:
-        """Most bytes that one row may fetch ahead in one decode step (OasisKV Eq. 3 is what they must fit)."""
-        caps = (fetch_cap(fetch_ratio, k) for k in self.selected_blocks if k < self.max_blocks)
-        return self.kv_heads * self.chunk_bytes * sum(caps)
+    def step_bytes(self, cap: int) -> int:
+        """Bytes of one row's fetch in a decode step with `cap` blocks in every KV head of every sparse layer."""
+        sparse = sum(k < self.max_blocks for k in self.selected_blocks)
+        return self.kv_heads * self.chunk_bytes * sparse * cap
 
     def rows_in(self, device_bytes: int, draft_row_bytes: int = 0) -> int:
         """Requests that decode at once in `device_bytes`; one row more is allocated as SGLang's padding row 0.

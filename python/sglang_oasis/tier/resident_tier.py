@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.ops.eviction import Maps, graduate_blocks
+from sglang_oasis.ops.smoothing import UNKNOWN
 from sglang_oasis.ops.tokens import store_tokens
-from sglang_oasis.tier.layout import MAP_DTYPE, TierLayout
+from sglang_oasis.tier.layout import MAP_DTYPE, SCORE_DTYPE, TierLayout
 from sglang_oasis.tier.rows import RowTable
 from sglang_oasis.tier.window import Window, Windows
 
@@ -30,6 +31,7 @@ class ResidentLayer:
         last_selected: [S, H, K] int32, step in which each selected slot was last selected.
         slot_of: [S, H, N] int32, inverse of `head_map`: slot of each logical block or -1.
         summaries: [S, H, N, R] uint8, of the row's completed blocks.
+        averages: [S, H, N] float32, average score of each logical block; None where scores are not smoothed.
     """
 
     def __init__(self, layout: TierLayout, layer: int, num_rows: int, device: torch.device) -> None:
@@ -46,6 +48,9 @@ class ResidentLayer:
         self.summaries = torch.zeros(
             (num_rows, heads, layout.max_blocks, layout.summary_bytes), dtype=torch.uint8, device=device
         )
+        self.averages: Tensor | None = None
+        if layout.smoothed:
+            self.averages = torch.full(self.slot_of.shape, UNKNOWN, dtype=SCORE_DTYPE, device=device)
 
     @property
     def maps(self) -> Maps:
@@ -63,6 +68,13 @@ class ResidentLayer:
             keys, values: [T, H, D].
         """
         store_tokens(self.blocks, rows, places, keys, values)
+
+    def begin_averages(self, row: int, scores: Tensor | None) -> None:
+        """Start a row's average scores anew, from the `scores` [H, n] of its first blocks, where there are any."""
+        if self.averages is not None:
+            self.averages[row] = UNKNOWN
+            if scores is not None:
+                self.averages[row, :, : scores.shape[1]] = scores
 
     def build(self, row: int, selected: Tensor, window: Window, host_kv: Tensor, pages: Tensor) -> None:
         """Fill a row from the host: selected blocks and local blocks; whatever the row held is gone.
@@ -91,7 +103,7 @@ class ResidentLayer:
 
         Args:
             rows, blocks: [g] int64.
-            step: the current step.
+            step: the step in which they count as selected.
         """
         graduate_blocks(self.blocks, self.maps, rows, blocks, self.local_slot(blocks), step)
 

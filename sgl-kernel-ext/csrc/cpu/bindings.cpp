@@ -2,6 +2,7 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include "attention.h"
@@ -141,9 +142,23 @@ void score_blocks(TensorView queries, TensorView records, int64_t bits, TensorVi
     const int64_t entry = i / heads, head = i % heads, width = query_heads * dim;
     score_row(static_cast<const char*>(queries.data_ptr()) + entry * num_queries * width * element_bytes(dtype), dtype,
               width, num_queries, query_heads, shape, head, first + entry * records.stride(0) + head * records.stride(1),
-              summary_format(bits), count[entry], static_cast<float>(scale), static_cast<float>(tightness), 0,
+              summary_format(bits), count[entry], static_cast<float>(scale), static_cast<float>(tightness),
               out + i * blocks);
   });
+}
+
+// Replaces the scores [n, H, N] of n rows by their averages over the steps.
+void smooth_scores(TensorView averages, TensorView rows, TensorView scores, TensorView candidates, double decay,
+                   double escape) {
+  const int64_t heads = scores.size(1), width = scores.size(2), blocks = averages.size(2);
+  require(averages.size(1) == heads && width <= blocks, "averages must be [S, H, N], with the heads of the scores");
+  float* average = float_data(averages, "averages must be contiguous float32");
+  float* score = float_data(scores, "scores must be contiguous float32");
+  const int64_t* count = data<int64_t>(candidates, "candidates must be contiguous int64");
+  const int64_t* row = data<int64_t>(rows, "rows must be contiguous int64");
+  for (int64_t i = 0; i < scores.size(0) * heads; ++i)
+    smooth({static_cast<float>(decay), static_cast<float>(escape)}, count[i / heads],
+           average + (row[i / heads] * heads + i % heads) * blocks, score + i * width);
 }
 
 ResidentLayer resident_layer(const TensorView& blocks, const TensorView& head_map, const TensorView& last_selected,
@@ -225,14 +240,17 @@ Pipeline& pipeline_at(int64_t handle) {
   return *reinterpret_cast<Pipeline*>(handle);
 }
 
-int64_t pipeline_create(int64_t threads, double tightness, int64_t sinks) {
-  return reinterpret_cast<int64_t>(new Pipeline(static_cast<int>(threads), {static_cast<float>(tightness), sinks}));
+int64_t pipeline_create(int64_t threads, double tightness, int64_t sinks, double decay, double escape) {
+  const Smoothing smoothing{static_cast<float>(decay), static_cast<float>(escape)};
+  return reinterpret_cast<int64_t>(
+      new Pipeline(static_cast<int>(threads), {static_cast<float>(tightness), sinks, smoothing}));
 }
 
 void pipeline_destroy(int64_t handle) { delete &pipeline_at(handle); }
 
 void pipeline_add_layer(int64_t handle, TensorView host, TensorView blocks, TensorView head_map,
-                        TensorView last_selected, TensorView slot_of, TensorView records, int64_t bits) {
+                        TensorView last_selected, TensorView slot_of, TensorView records, int64_t bits,
+                        tvm::ffi::Optional<TensorView> averages) {
   require(host.ndim() == 5 && host.size(1) == blocks.size(1) && host.size(3) == blocks.size(4) &&
               host.size(4) == blocks.size(5),
           "both tiers must have the same heads, block size and head dimension");
@@ -240,12 +258,21 @@ void pipeline_add_layer(int64_t handle, TensorView host, TensorView blocks, Tens
               records.size(2) == slot_of.size(2) &&
               records.size(3) == summary_bytes(summary_format(bits), blocks.size(5)),
           "records must be [S, H, N, R], one for every logical block");
+  float* average = nullptr;
+  if (averages.has_value()) {
+    const TensorView& kept = averages.value();
+    require(kept.ndim() == 3 && kept.size(0) == slot_of.size(0) && kept.size(1) == slot_of.size(1) &&
+                kept.size(2) == slot_of.size(2),
+            "averages must be [S, H, N], one for every logical block");
+    average = float_data(kept, "averages must be contiguous float32");
+  }
   pipeline_at(handle).add_layer({chunk_pool(host), resident_layer(blocks, head_map, last_selected, slot_of),
-                                 {data<uint8_t>(records, "records must be contiguous uint8"), records.size(2), summary_format(bits)}});
+                                 {data<uint8_t>(records, "records must be contiguous uint8"), records.size(2), summary_format(bits)},
+                                 average});
 }
 
-void pipeline_begin_step(int64_t handle, int64_t number, TensorView entries, TensorView rows, TensorView candidates,
-                         TensorView pages) {
+std::shared_ptr<const PipelineStep> pipeline_step(int64_t number, const TensorView& entries, const TensorView& rows,
+                                                  const TensorView& candidates, const TensorView& pages) {
   auto step = std::make_shared<PipelineStep>();
   const int64_t count = entries.size(0);
   require(rows.size(0) == count && candidates.size(0) == count, "one row and number of candidates per entry");
@@ -261,8 +288,20 @@ void pipeline_begin_step(int64_t handle, int64_t number, TensorView entries, Ten
   const int32_t* page = data<int32_t>(pages, "pages must be contiguous int32");
   for (const int64_t entry : step->entries)
     step->pages.insert(step->pages.end(), page + entry * step->pages_stride, page + (entry + 1) * step->pages_stride);
-  pipeline_at(handle).begin_step(std::move(step));
+  return step;
 }
+
+void pipeline_begin_step(int64_t handle, int64_t number, TensorView entries, TensorView rows, TensorView candidates,
+                         TensorView pages) {
+  pipeline_at(handle).begin_step(pipeline_step(number, entries, rows, candidates, pages));
+}
+
+void pipeline_begin_urgent(int64_t handle, int64_t number, TensorView entries, TensorView rows, TensorView candidates,
+                           TensorView pages) {
+  pipeline_at(handle).begin_urgent(pipeline_step(number, entries, rows, candidates, pages));
+}
+
+void pipeline_throttle(int64_t handle, double bytes_per_second) { pipeline_at(handle).throttle(bytes_per_second); }
 
 Queries batch_of(const TensorView& queries) {
   require(queries.ndim() == 4 && queries.stride(3) == 1 && (queries.size(2) == 1 || queries.stride(2) == queries.size(3)),
@@ -316,6 +355,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_host_tokens, oasis::store_host_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_resident_tokens, oasis::store_resident_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(summarise, oasis::summarise);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(score_blocks, oasis::score_blocks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(smooth_scores, oasis::smooth_scores);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(graduate_blocks, oasis::graduate_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_blocks, oasis::select_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(admit_blocks, oasis::admit_blocks);
@@ -323,6 +363,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_create, oasis::pipeline_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_destroy, oasis::pipeline_destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_add_layer, oasis::pipeline_add_layer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_begin_step, oasis::pipeline_begin_step);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_begin_urgent, oasis::pipeline_begin_urgent);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_throttle, oasis::pipeline_throttle);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_submit, oasis::pipeline_submit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_wait, oasis::pipeline_wait);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_run, oasis::pipeline_run);

@@ -1,6 +1,7 @@
 #include "pipeline.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -52,6 +53,10 @@ void Pipeline::add_layer(const PipelineLayer& layer) {
 
 void Pipeline::begin_step(std::shared_ptr<const PipelineStep> step) { step_ = std::move(step); }
 
+void Pipeline::begin_urgent(std::shared_ptr<const PipelineStep> step) { urgent_ = std::move(step); }
+
+void Pipeline::throttle(double bytes_per_second) { bytes_per_second_ = bytes_per_second; }
+
 void Pipeline::submit(int layer, const Queries& queries, float scale, int64_t cap) {
   Task& task = tasks_[layer];
   {
@@ -98,7 +103,7 @@ void Pipeline::wait(int layer) {
 }
 
 int64_t Pipeline::run(int layer, const Queries& queries, float scale, int64_t cap) {
-  const PipelineStep& step = *step_;
+  const PipelineStep& step = *urgent_;
   const int64_t heads = layers_[layer].host.kv_heads;
   PipelineCounters total;
   std::mutex mutex;
@@ -107,7 +112,7 @@ int64_t Pipeline::run(int layer, const Queries& queries, float scale, int64_t ca
     Queries query = queries;
     query.data = static_cast<const char*>(queries.data) +
                  step.entries[share / heads] * queries.entry_stride * element_bytes(queries.dtype);
-    execute_share(layers_[layer], step, query, scale, cap, share, counters);
+    execute_share(layers_[layer], step, query, scale, cap, false, share, counters);
     std::lock_guard lock(mutex);
     total += counters;
   });
@@ -147,7 +152,7 @@ void Pipeline::work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock
     for (int64_t share; (share = task.next_share.fetch_add(1, std::memory_order_relaxed)) < task.shares;) {
       const Queries query{task.queries.data() + share / heads * entry_width, DType::kFloat32, entry_width, width,
                           task.query_count, task.query_heads};
-      execute_share(place, *task.step, query, task.scale, task.cap, share, counters);
+      execute_share(place, *task.step, query, task.scale, task.cap, true, share, counters);
     }
   } catch (...) {
     error = std::current_exception();
@@ -163,7 +168,7 @@ void Pipeline::work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock
 }
 
 void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
-                             int64_t cap, int64_t share, PipelineCounters& counters) const {
+                             int64_t cap, bool smoothed, int64_t share, PipelineCounters& counters) const {
   const int64_t entry = share / layer.host.kv_heads, head = share % layer.host.kv_heads;
   const int64_t row = step.rows[entry], candidates = step.candidates[entry];
   const int64_t record = summary_bytes(layer.summaries.format, layer.host.head_dim);
@@ -175,7 +180,10 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   const uint8_t* records =
       layer.summaries.records + (row * layer.host.kv_heads + head) * layer.summaries.blocks * record;
   score_row(query.data, query.dtype, query.stride, query.count, query.heads, layer.host, head, records,
-            layer.summaries.format, candidates, scale, selector_.tightness, selector_.sinks, scores.data());
+            layer.summaries.format, candidates, scale, selector_.tightness, scores.data());
+  if (smoothed && layer.averages != nullptr)
+    smooth(selector_.smoothing, candidates, layer.averages + layer.resident.inverse_offset(row, head), scores.data());
+  std::fill_n(scores.data(), std::min(selector_.sinks, candidates), std::numeric_limits<float>::infinity());
   counters.stage_ns[0] += ns_since(start);
 
   start = Clock::now();
@@ -187,6 +195,10 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   for (const Admission& admission : admissions)
     admit(layer.resident, layer.host, row, head, step.pages[entry * step.pages_stride + admission.block], admission,
           step.number);
+  if (const double rate = bytes_per_second_.load(std::memory_order_relaxed); rate > 0) {
+    const double seconds = static_cast<double>(admissions.size()) * 2 * layer.host.half_chunk_bytes() / rate;
+    std::this_thread::sleep_until(start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+  }
   counters.fetched += admissions.size();
   counters.stage_ns[2] += ns_since(start);
 }

@@ -21,7 +21,8 @@ namespace oasis {
 // How blocks are scored.
 struct Selector {
   float tightness;
-  int64_t sinks;
+  int64_t sinks;  // blocks that are always selected, the first ones
+  Smoothing smoothing;
 };
 
 // One layer of both tiers; the memory belongs to the caller and outlives the pipeline.
@@ -29,6 +30,7 @@ struct PipelineLayer {
   ChunkPool host;
   ResidentLayer resident;
   Summaries summaries;
+  float* averages;  // [S, H, N], null where scores are not smoothed
 };
 
 // What the tasks of one decode step share: the rows that do not fit the budget.
@@ -69,13 +71,17 @@ class Pipeline {
   Pipeline& operator=(const Pipeline&) = delete;
 
   void add_layer(const PipelineLayer& layer);
+  // What `submit` and what `run` work for from now on.
   void begin_step(std::shared_ptr<const PipelineStep> step);
+  void begin_urgent(std::shared_ptr<const PipelineStep> step);
   // The layer's previous task must have been waited for.
   void submit(int layer, const Queries& queries, float scale, int64_t cap);
   // Returns when the layer's task is through; does here whatever of it no thread has begun. Rethrows what the task threw.
   void wait(int layer);
-  // Runs a task here, on all threads of the forward pass; returns the number of blocks loaded.
+  // Runs a task here, on all threads of the forward pass, without smoothing; returns the number of blocks loaded.
   int64_t run(int layer, const Queries& queries, float scale, int64_t cap);
+  // Makes transfers take as long as over a link of that many bytes per second and thread; 0 for the memory's own rate.
+  void throttle(double bytes_per_second);
   PipelineCounters counters();
 
  private:
@@ -99,11 +105,13 @@ class Pipeline {
   void work_on(int layer, Task& task, std::unique_lock<std::mutex>& lock);
   // The part of one (entry, head), through every stage; `query` has the entry's.
   void execute_share(const PipelineLayer& layer, const PipelineStep& step, const Queries& query, float scale,
-                     int64_t cap, int64_t share, PipelineCounters& counters) const;
+                     int64_t cap, bool smoothed, int64_t share, PipelineCounters& counters) const;
 
   const Selector selector_;
   std::vector<PipelineLayer> layers_;
   std::shared_ptr<const PipelineStep> step_;
+  std::shared_ptr<const PipelineStep> urgent_;
+  std::atomic<double> bytes_per_second_{0};
   std::mutex mutex_;
   std::condition_variable queued_;
   std::condition_variable finished_;

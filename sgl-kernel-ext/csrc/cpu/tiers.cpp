@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "kernels.h"
 #include "thread_pool.h"
@@ -95,7 +94,7 @@ void graduate(const ResidentLayer& layer, const int64_t* rows, const int64_t* bl
 
 void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t num_queries, int64_t query_heads,
                const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, int64_t candidates,
-               float scale, float tightness, int64_t sinks, float* scores) {
+               float scale, float tightness, float* scores) {
   const int64_t group = query_heads / pool.kv_heads, vectors = num_queries * group, dim = pool.head_dim;
   thread_local std::vector<float> memory;
   float* query = floats(memory, vectors * dim + kernels().score_scratch_floats(vectors, dim, candidates));
@@ -105,7 +104,14 @@ void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t n
                             dim);
   kernels().score_blocks(
       {query, vectors, dim, records, format, candidates, scale, tightness, query + vectors * dim, scores});
-  std::fill_n(scores, std::min(sinks, candidates), std::numeric_limits<float>::infinity());
+}
+
+void smooth(const Smoothing& smoothing, int64_t candidates, float* averages, float* scores) {
+  const float decay = smoothing.decay, share = 1.0f - decay, escape = 1.0f / smoothing.escape;
+  for (int64_t i = 0; i < candidates; ++i) {
+    const float blended = averages[i] < 0 ? scores[i] : decay * averages[i] + share * scores[i];
+    averages[i] = scores[i] = std::max(blended, scores[i] * escape);
+  }
 }
 
 int64_t select_row(const float* scores, int64_t candidates, const ResidentLayer& layer, int64_t row, int64_t head,

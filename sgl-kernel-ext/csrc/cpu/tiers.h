@@ -48,10 +48,18 @@ struct ResidentLayer {
 void graduate(const ResidentLayer& layer, const int64_t* rows, const int64_t* blocks, const int64_t* local_slots,
               int64_t count, int32_t step);
 
-// Scores of the blocks of one row and head: see ScoreArgs. The first `sinks` get infinity.
+// Scores of the blocks of one row and head: see ScoreArgs.
 void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t num_queries, int64_t query_heads,
                const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, int64_t candidates,
-               float scale, float tightness, int64_t sinks, float* scores);
+               float scale, float tightness, float* scores);
+
+// Replaces the scores of one row and head by their averages over the steps, and remembers those. Negative averages are
+// not known yet. A score of `escape` times an average takes its place.
+struct Smoothing {
+  float decay;
+  float escape;
+};
+void smooth(const Smoothing& smoothing, int64_t candidates, float* averages, float* scores);
 
 struct Admission {
   int32_t slot;

@@ -1,0 +1,124 @@
+"""How many blocks a step may fetch ahead: a fixed share of the budget, or what the link moves and the rows need.
+
+OasisKV (Eq. 3) bounds a step's fetch by what the link moves while the step computes, B_link * T_decode. Both are
+measured: the rate in the pipeline's transfer stage, the time between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from sglang_oasis.config import DEFAULT_FETCH_RATIO
+from sglang_oasis.lookahead.pipeline import PipelineStatistics
+from sglang_oasis.tier.layout import fetch_cap
+
+LINK_SHARE = 0.5
+"""Part of a step that transfers may take; prediction and selection run in the same threads."""
+STALLED = 0.02
+"""Part of a step that waiting may take before the cap shrinks."""
+STALE = 0.01
+"""Part of the selected blocks that may be missing before the cap grows."""
+MEMORY = 8
+"""Steps that the running means of rate and time remember."""
+
+
+class FetchCap(Protocol):
+    """C, most blocks admitted per KV head, layer and step."""
+
+    def begin_step(self, rows: int) -> None:
+        """A decode step begins in which so many rows exceed the budget."""
+
+    def blocks(self, selected: int) -> int:
+        """C in a layer with `selected` slots K, 1 to K."""
+
+
+class FixedCap:
+    """A share of the selected blocks.
+
+    Args:
+        ratio: the share, in (0, 1].
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def begin_step(self, rows: int) -> None:
+        pass
+
+    def blocks(self, selected: int) -> int:
+        return fetch_cap(self._ratio, selected)
+
+
+class AdaptiveCap:
+    """Grows while blocks are missing, as far as the link allows, and shrinks when layers wait for it.
+
+    Args:
+        statistics: of the pipeline, sums since start-up.
+        selected: K.
+        heads: KV heads of a row, over all layers in which it may exceed the budget.
+        chunk_bytes: of a block of one KV head and layer.
+        threads: of the pipeline; each moves blocks at the rate that its transfers show.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        statistics: Callable[[], PipelineStatistics],
+        selected: int,
+        heads: int,
+        chunk_bytes: int,
+        threads: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._statistics = statistics
+        self._selected = selected
+        self._heads_per_row = heads
+        self._chunk_bytes = chunk_bytes
+        self._threads = threads
+        self._clock = clock
+        self._needed = self._least = float(fetch_cap(DEFAULT_FETCH_RATIO, selected))
+        self._share = LINK_SHARE
+        self._heads = 0  # of the step at hand, over its rows
+        self._step_seconds: float | None = None
+        self._link_rate: float | None = None
+        self._last, self._last_time = statistics(), clock()
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """Measured rate of one thread's transfers, None before the first."""
+        return self._link_rate
+
+    def begin_step(self, rows: int) -> None:
+        now, found = self._clock(), self._statistics()
+        if self._heads:  # the step that ends here had something to fetch
+            self._learn(now - self._last_time, self._last, found)
+        self._heads, self._last, self._last_time = rows * self._heads_per_row, found, now
+
+    def blocks(self, selected: int) -> int:
+        return max(1, min(int(self._needed), self._affordable(), selected))
+
+    def _affordable(self) -> int:
+        """Blocks per head that the link moves in its share of a step."""
+        if self._link_rate is None or self._step_seconds is None or not self._heads:
+            return self._selected
+        blocks = self._link_rate * self._threads * self._step_seconds * self._share / self._chunk_bytes
+        return int(blocks / self._heads)
+
+    def _learn(self, seconds: float, before: PipelineStatistics, after: PipelineStatistics) -> None:
+        self._step_seconds = _mean(self._step_seconds, seconds)
+        fetched, transfer = after.fetched - before.fetched, after.seconds["transfer"] - before.seconds["transfer"]
+        if fetched and transfer > 0:
+            self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
+        stalled = (after.stall_seconds - before.stall_seconds) / seconds
+        self._share = self._share / 2 if stalled > STALLED else min(LINK_SHARE, self._share * 1.1)
+        missing = (after.deferred - before.deferred) / self._heads / self._selected
+        if missing > STALE:
+            self._needed = min(2 * self._needed, float(self._selected))
+        elif not missing:
+            self._needed = max(self._needed * 0.9, self._least)
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + (new - old) / MEMORY

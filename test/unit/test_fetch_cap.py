@@ -1,0 +1,91 @@
+"""The adaptive cap against a link and a model whose speeds are known."""
+
+from __future__ import annotations
+
+from sglang_oasis.config import DEFAULT_FETCH_RATIO
+from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FixedCap
+from sglang_oasis.lookahead.pipeline import PipelineStatistics
+from sglang_oasis.tier.layout import fetch_cap
+
+SELECTED, HEADS, CHUNK = 128, 90, 4096
+STEP = 0.04
+LEAST = fetch_cap(DEFAULT_FETCH_RATIO, SELECTED)
+
+
+class Machine:
+    """Steps of STEP seconds while a link fetches what is missing, up to the cap; waits when that takes longer.
+
+    Args:
+        rate: of the link, bytes per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.now = self.transfer = self.stalled = 0.0
+        self.fetched = self.deferred = 0
+        self.cap = AdaptiveCap(self.statistics, SELECTED, HEADS, CHUNK, 1, lambda: self.now)
+
+    def statistics(self) -> PipelineStatistics:
+        seconds = {"predict": 0.0, "select": 0.0, "transfer": self.transfer}
+        return PipelineStatistics(self.fetched, self.deferred, 0, self.stalled, seconds)
+
+    def run(self, steps: int, missing: int, rows: int = 1) -> float:
+        """`missing` blocks per head want in each step; returns the part of the time that was waited."""
+        begun, stalled = self.now, self.stalled
+        for _ in range(steps):
+            self.cap.begin_step(rows)
+            fetched = min(missing, self.cap.blocks(SELECTED))
+            transfer = fetched * HEADS * rows * CHUNK / self.rate
+            self.fetched += fetched * HEADS * rows
+            self.deferred += (missing - fetched) * HEADS * rows
+            self.transfer += transfer
+            self.stalled += max(0.0, transfer - STEP)
+            self.now += max(STEP, transfer)
+        return (self.stalled - stalled) / (self.now - begun)
+
+
+def test_a_fixed_cap_is_a_share_of_the_budget() -> None:
+    assert [FixedCap(0.05).blocks(128), FixedCap(0.05).blocks(4), FixedCap(1.0).blocks(64)] == [6, 1, 64]
+
+
+def test_it_stays_small_while_little_is_missing() -> None:
+    machine = Machine(rate=5e9)
+    machine.run(50, missing=2)
+    assert machine.cap.blocks(SELECTED) == LEAST
+
+
+def test_it_grows_while_the_working_set_is_stale_and_shrinks_when_it_is_not() -> None:
+    machine = Machine(rate=5e9)
+    machine.run(20, missing=100)
+    assert machine.cap.blocks(SELECTED) >= 100
+    machine.run(100, missing=0)
+    assert machine.cap.blocks(SELECTED) == LEAST
+
+
+def test_what_the_link_moves_in_a_step_bounds_it() -> None:
+    machine = Machine(rate=1e9)
+    machine.run(50, missing=SELECTED)
+    most = 1e9 * STEP / CHUNK / HEADS
+    assert 0.3 * most < machine.cap.blocks(SELECTED) < most
+    machine.run(50, missing=SELECTED, rows=8)
+    assert machine.cap.blocks(SELECTED) < most / 8
+
+
+def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:
+    machine = Machine(rate=1e9)
+    machine.run(50, missing=40, rows=2)
+    before = machine.cap.blocks(SELECTED)
+    machine.rate /= 10
+    machine.run(30, missing=40, rows=2)  # finds out
+    assert machine.run(100, missing=40, rows=2) < 0.05
+    assert machine.cap.blocks(SELECTED) < before / 3
+    machine.rate *= 10
+    machine.run(100, missing=40, rows=2)
+    assert machine.cap.blocks(SELECTED) >= before
+
+
+def test_a_layer_never_gets_more_than_it_has_slots_nor_less_than_one() -> None:
+    machine = Machine(rate=1e3)
+    machine.run(20, missing=SELECTED)
+    assert machine.cap.blocks(SELECTED) == 1
+    assert Machine(rate=1e12).cap.blocks(2) == 2
