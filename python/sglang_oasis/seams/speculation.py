@@ -21,7 +21,7 @@ from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted
 from sglang_oasis.seams.catalogue import Seam, did_not_take
-from sglang_oasis.seams.server_args import uses_host_pool
+from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
 
 _SAMPLERS = (ops.tree_speculative_sampling_target_only, ops.top_k_renorm_prob, ops.top_p_renorm_prob)
 _RECONSTRUCT = "sglang.kernels.ops.speculative.reconstruct_tree"
@@ -94,6 +94,9 @@ def install() -> None:
     SpeculativeAlgorithm.register(DUAL_ALGORITHM, supports_overlap=True, spec_class=DualAlgorithm)(lambda _: DualWorker)
     if not cpu_platform_wanted():
         return
+    from sglang_oasis.platform.cpu import OasisCpuPlatform
+
+    OasisCpuPlatform.drafted_algorithms = (EAGLE3,)
     if _RECONSTRUCT not in sys.modules:
         module = types.ModuleType(_RECONSTRUCT)
         setattr(module, _RECONSTRUCT_FUNCTION, ops.reconstruct_indices_from_tree_mask)
