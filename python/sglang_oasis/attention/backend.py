@@ -89,7 +89,7 @@ class LookaheadAttentionBackend(AttentionBackend):
             row_observer.also(self.tier.rows)
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
-        self.audit = Audit(self.tier, host, config.audit_interval) if config.audit_interval else None
+        self.audit = Audit(self.tier, host, config.audit_interval, self._pages_of) if config.audit_interval else None
         self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
         self._passes_begun = 0
@@ -125,9 +125,12 @@ class LookaheadAttentionBackend(AttentionBackend):
             IntegrityError: names the layer, the row and the invariant.
         """
         self.controller.pipeline.drain()
+        check_integrity(self.tier, self.host, self._pages_of)
+
+    def _pages_of(self, row: int, blocks: int) -> Tensor:
+        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
         size = self.config.block_size
-        table = self._rows.req_to_token
-        check_integrity(self.tier, self.host, lambda row, blocks: host_pages(table, row, blocks * size, size).long())
+        return host_pages(self._rows.req_to_token, row, blocks * size, size).long()
 
     def forward_extend(
         self,
