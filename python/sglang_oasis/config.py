@@ -227,7 +227,7 @@ class LookaheadKVConfig:
             fetch_ratio=_ratio_or_auto(value, "lookahead_kv_fetch_ratio"),
             smoothing=_decay(value, "lookahead_kv_smoothing"),
             source=_source(value["lookahead_kv_source"], speculation),
-            reject_drafts=_switch(value, "lookahead_kv_reject_drafts"),
+            reject_drafts=_reject_drafts(value, "lookahead_kv_reject_drafts", speculation),
             miss_policy=value["lookahead_kv_miss_policy"],
             selector=value["lookahead_kv_selector"],
             summary_dtype=value["lookahead_kv_summary_dtype"],
@@ -262,6 +262,16 @@ def _switch(value: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value[name], bool):
         _refuse(name, value[name], "it is a switch, give true or false")
     return value[name]
+
+
+def _reject_drafts(value: Mapping[str, Any], name: str, speculation: Speculation) -> bool:
+    asked = _switch(value, name)
+    if asked and speculation.algorithm in (None, DUAL_ALGORITHM):
+        raise LookaheadKVError(
+            "--lookahead-kv-reject-drafts has no effect without drafts: add --speculative-algorithm EAGLE3 or NGRAM, "
+            "or leave it out."
+        )
+    return asked
 
 
 def _source(asked: str, speculation: Speculation) -> str:

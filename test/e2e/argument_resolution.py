@@ -11,19 +11,18 @@ from typing import Any
 
 
 def resolve(argv: list[str]) -> dict[str, Any]:
-    """The resolved lookahead KV arguments, or the error."""
+    """The resolved arguments of lookahead KV and of speculation, or the error."""
     from sglang.srt import server_args
+    from sglang.srt.arg_groups.overrides import resolved_view
 
     try:
         arguments = server_args.prepare_server_args(argv)
         arguments.resolve_once()
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}
-    return {name: value for name, value in vars_of(arguments).items() if "lookahead_kv" in name}
-
-
-def vars_of(arguments: Any) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in arguments.__struct_fields__}
+    view = resolved_view(arguments)
+    names = [name for name in arguments.__struct_fields__ if "lookahead_kv" in name or "speculative" in name]
+    return {name: getattr(view, name) for name in names}
 
 
 def main() -> None:

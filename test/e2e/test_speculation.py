@@ -30,16 +30,19 @@ PROMPTS = ((0, 30), (300, 100), (600, 190), (1000, 400), (2000, 700), (2000, 500
 DRAFT_VOCAB = 512
 
 
-@pytest.fixture(scope="module")
-def untrained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_untrained_head(folder: Path) -> Path:
     """An EAGLE-3 head for the truncated model; what it drafts is nearly always wrong."""
     target = AutoConfig.from_pretrained(truncated_model_path(LAYERS))
     torch.manual_seed(0)
     head = Head(HeadShape.of(target, DRAFT_VOCAB, layers=(0, 1, 2)))
-    folder = tmp_path_factory.mktemp("head")
     save_file(head.checkpoint(torch.arange(DRAFT_VOCAB), target.vocab_size), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(head.config(target)))
     return folder
+
+
+@pytest.fixture(scope="module")
+def untrained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_untrained_head(tmp_path_factory.mktemp("head"))
 
 
 SOURCES = {

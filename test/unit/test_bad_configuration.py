@@ -123,6 +123,13 @@ def test_the_source_is_what_the_server_speculates_with() -> None:
     assert "takes the place of --speculative-algorithm NGRAM" in refusal(lambda: sourced("dual", "NGRAM"))
 
 
+@pytest.mark.parametrize(("source", "algorithm"), [("auto", None), ("dual", None), ("auto", DUAL_ALGORITHM)])
+def test_rejecting_drafts_where_there_are_none_is_refused(source: str, algorithm: str | None) -> None:
+    rejects: dict[str, Any] = {"lookahead_kv_reject_drafts": True}
+    assert "--lookahead-kv-reject-drafts has no effect" in refusal(lambda: sourced(source, algorithm, **rejects))
+    assert sourced("auto", "NGRAM", **rejects).reject_drafts
+
+
 def test_drafts_that_do_not_fit_the_local_slots_are_refused() -> None:
     assert sourced("draft", "NGRAM", 7).draft_tokens == 7
     assert "--speculative-num-draft-tokens 9" in refusal(lambda: sourced("draft", "NGRAM", 8))
@@ -213,6 +220,11 @@ def test_a_folder_without_weights_is_refused(model_folder: Path) -> None:
 def test_a_folder_without_configuration_is_refused(model_folder: Path) -> None:
     (model_folder / "config.json").unlink()
     assert "config.json is missing" in refusal(lambda: check_model_folder(model_folder))
+
+
+def test_a_refusal_names_the_flag_that_named_the_folder(tmp_path: Path) -> None:
+    flag = "--speculative-draft-model-path"
+    assert refusal(lambda: check_model_folder(tmp_path, flag=flag)).endswith(f"check {flag}.")
 
 
 @pytest.mark.parametrize("config", [b"", b'{"hidden_size": 64', b"\xff\xfe"])

@@ -9,7 +9,7 @@ import torch
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.seams.sizing import check_host_bytes
+from sglang_oasis.seams.sizing import bytes_to_divide, check_host_bytes
 from sglang_oasis.tier import memory
 from sglang_oasis.tier.budget import TierBudget, divide_memory
 from sglang_oasis.tier.host_pool import HostPool
@@ -159,3 +159,28 @@ def test_the_least_host_memory_does_not_depend_on_which_layer_is_dense() -> None
         check_host_bytes(sizes, least)
         with pytest.raises(LookaheadKVError, match="--lookahead-kv-host-gb"):
             check_host_bytes(sizes, least - 1)
+
+
+def draft_layout() -> TierLayout:
+    """One layer with other heads than the target's."""
+    config = LookaheadKVConfig.from_flags({"lookahead_kv_budget_tokens": 128}).of_draft_model()
+    return TierLayout.of(config, num_layers=1, kv_heads=6, head_dim=16, dtype=torch.float16, context_length=1000)
+
+
+def test_the_host_pages_of_both_models_take_what_was_given() -> None:
+    sizes, given = layout(), 1_000_000
+    page = sizes.num_layers * sizes.kv_heads * sizes.chunk_bytes
+    for draft, counted_layers in ((None, 0), (draft_layout(), 1)):
+        # SGLang divides by the target's K and V of a page, times the layers of both models.
+        counted = page + page * counted_layers // sizes.num_layers
+        pages = bytes_to_divide(given, sizes, draft, counted_layers) // counted
+        taken = sizes.host_page_bytes + (draft.host_page_bytes if draft else 0)
+        assert pages == given // taken
+
+
+def test_the_least_host_memory_counts_the_draft_models_pages() -> None:
+    sizes = layout()
+    least = (8 + 2) * (sizes.host_page_bytes + draft_layout().host_page_bytes)
+    check_host_bytes(sizes, least, draft_layout())
+    with pytest.raises(LookaheadKVError, match="--lookahead-kv-host-gb"):
+        check_host_bytes(sizes, least - 1, draft_layout())

@@ -77,7 +77,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         self.config = config
         self.host = host
         self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
-        self.audit = Audit(self.tier, host, config.audit_interval) if config.audit_interval else None
+        self.audit = Audit(self.tier, host, config.audit_interval, self._pages_of) if config.audit_interval else None
         self.controller = LookaheadController(
             config,
             self.tier,
@@ -131,9 +131,12 @@ class LookaheadAttentionBackend(AttentionBackend):
             IntegrityError: names the layer, the row and the invariant.
         """
         self.controller.pipeline.drain()
+        check_integrity(self.tier, self.host, self._pages_of)
+
+    def _pages_of(self, row: int, blocks: int) -> Tensor:
+        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
         size = self.config.block_size
-        table = self._rows.req_to_token
-        check_integrity(self.tier, self.host, lambda row, blocks: host_pages(table, row, blocks * size, size).long())
+        return host_pages(self._rows.req_to_token, row, blocks * size, size).long()
 
     def forward_extend(
         self,

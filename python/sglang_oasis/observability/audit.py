@@ -1,14 +1,18 @@
 """Online audit: how much of what attention would have read was resident, from the full keys in host memory.
 
 The prediction cannot tell how good it is; the pool of record can. Every N steps one row is looked at in a few layers,
-in a thread of its own: which blocks the true query weighs most, and what part of its attention the working set covered.
+in a thread of its own that runs on idle cores only: which blocks the true query weighs most, and what part of its
+attention the working set covered. One audit at a time: while the thread is busy, none is begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import random
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,44 +92,61 @@ class LayerRecall:
         self.worst_mass = min(self.worst_mass, found.mass)
 
 
+class _Look(NamedTuple):
+    """What to look at in one layer: see `measure_recall`, and whose pages these are."""
+
+    layer: int
+    row: int
+    generation: int
+    window: Window
+    query: Tensor
+    resident: Tensor
+    pages: Tensor
+    scale: float
+
+
 @dataclass
 class Audit:
     """Looks at a sampled row every `interval` steps.
 
     Attributes:
         tier, host: the tiers.
-        interval: steps between two audits.
+        interval: least steps between two audits.
+        pages_of: (row, number of blocks) -> [blocks] int64 host pages of the row's first blocks, as they are now.
         layers: what was found, per layer.
-        audits: rows looked at.
+        audits: rows looked at, to the end.
     """
 
     tier: ResidentTier
     host: HostPool
     interval: int
+    pages_of: Callable[[int, int], Tensor]
     layers: list[LayerRecall] = field(init=False)
     audits: int = 0
 
     def __post_init__(self) -> None:
         self.layers = [LayerRecall() for _ in self.tier.layers]
-        self._thread = ThreadPoolExecutor(1, "lookahead-audit", initializer=torch.set_num_threads, initargs=(1,))
+        self._thread = ThreadPoolExecutor(1, "lookahead-audit", initializer=_take_what_is_left)
+        self._running: Future[None] | None = None
+        self._failures: set[type[Exception]] = set()
         self._random = random.Random(0)
         self._steps = 0
         self._step: DecodeStep | None = None
         self._entry = 0
         self._sampled: set[int] = set()
+        self._looks: list[_Look] = []
 
     def begin(self, step: DecodeStep) -> None:
         """A decode step begins; choose what of it to look at."""
-        self._sampled, self._step = set(), step
+        self._sampled, self._looks, self._step = set(), [], step
         self._steps += 1
-        if self._steps % self.interval:
+        if self._steps % self.interval or self._busy():
             return
         sparse = [i for i, layer in enumerate(self.tier.layers) if layer.selected < self.tier.layout.max_blocks]
         if not sparse:
             return
         entries = (step.windows.first_local > self.tier.layers[sparse[0]].selected).nonzero().flatten().tolist()
         if entries:
-            self.audits += 1
             self._entry = self._random.choice(entries)
             self._sampled = set(self._random.sample(sparse, min(LAYERS_PER_AUDIT, len(sparse))))
 
@@ -142,8 +163,7 @@ class Audit:
             return
         row = int(step.rows[self._entry])
         window = self.tier.window(int(step.windows.length[self._entry]))
-        self._thread.submit(
-            self._look,
+        look = _Look(
             layer,
             row,
             int(self.tier.rows.generation[row]),
@@ -153,6 +173,9 @@ class Audit:
             step.pages[self._entry, : window.open_block + 1].long(),
             scale,
         )
+        self._looks.append(look)
+        if len(self._looks) == len(self._sampled):
+            self._running = self._thread.submit(self._run, self._looks)
 
     def is_poor(self, layer: int) -> bool:
         """Whether the layer's working set covers too little of the attention, before misses are fetched."""
@@ -175,28 +198,48 @@ class Audit:
         """End the thread, when what it has begun is done."""
         self._thread.shutdown()
 
-    def _look(
-        self,
-        layer: int,
-        row: int,
-        generation: int,
-        window: Window,
-        query: Tensor,
-        resident: Tensor,
-        pages: Tensor,
-        scale: float,
-    ) -> None:
-        keys = self.host.kv[layer][pages, :, 0]
-        found = measure_recall(query.cpu(), keys, window.length, resident, window.first_local, scale)
-        if int(self.tier.rows.generation[row]) != generation:
-            return  # the pages may belong to another request by now
-        self.layers[layer].add(found)
+    def _busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def _run(self, looks: Sequence[_Look]) -> None:
+        try:
+            if all(self._look(look) for look in looks):
+                self.audits += 1
+        except Exception as error:
+            if type(error) not in self._failures:
+                self._failures.add(type(error))
+                logger.exception(
+                    "Lookahead KV: an audit failed; decoding goes on, further failures like it are silent."
+                )
+
+    def _look(self, look: _Look) -> bool:
+        """Measure one layer; False when the pages may have changed hands meanwhile."""
+        keys = self.host.kv[look.layer][look.pages, :, 0]
+        window = look.window
+        found = measure_recall(look.query.cpu(), keys, window.length, look.resident, window.first_local, look.scale)
+        if not self._still_owns(look):
+            return False
+        self.layers[look.layer].add(found)
         if found.mass < POOR_MASS:
             logger.warning(
                 "Lookahead KV: in layer %d the working set of a request of %d tokens covers %.1f%% of the attention "
                 "mass and has %.1f%% of the best blocks; raise --lookahead-kv-budget-tokens or -fetch-ratio.",
-                layer,
+                look.layer,
                 window.length,
                 100 * found.mass,
                 100 * found.agreement,
             )
+        return True
+
+    def _still_owns(self, look: _Look) -> bool:
+        """Whether the row is still the same request's, and on the same pages: the prefix cache may have swapped one."""
+        same = int(self.tier.rows.generation[look.row]) == look.generation
+        return same and torch.equal(self.pages_of(look.row, len(look.pages)), look.pages)
+
+
+def _take_what_is_left() -> None:
+    """Let the calling thread use one core, and only while nobody else wants it."""
+    torch.set_num_threads(1)
+    if hasattr(os, "SCHED_IDLE"):  # Linux, where 0 is the calling thread
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

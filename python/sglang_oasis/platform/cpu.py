@@ -21,6 +21,8 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
+    drafted_algorithms: tuple[str, ...] = ()
+    """Speculative algorithms with a draft model whose ops are in place; `seams/speculation.py` adds to them."""
 
     def get_device(self, device_id: int = 0) -> str:
         # A string as in DeviceMixin: SGLang splits it at ":" when --device is not given.
@@ -30,7 +32,7 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "EAGLE3"  # SGLang asks for those that need a draft model
+        return algorithm in self.drafted_algorithms
 
     def get_speculative_cache_locs_fn(self) -> Any:
         from sglang_oasis.platform.speculative import extend_cache_locs

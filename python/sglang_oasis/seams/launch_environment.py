@@ -42,13 +42,14 @@ def check_port(host: str | None, port: int) -> None:
             ) from None
 
 
-def check_model_folder(folder: Path, *, weights: bool = True) -> None:
+def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: bool = True) -> None:
     """Refuse a model folder with files missing or cut short.
 
     Only what is there is read: the configuration, the shard index and each safetensors header.
 
     Args:
         folder: the model folder.
+        flag: what named it.
         weights: whether weights will be loaded from it.
 
     Raises:
@@ -58,7 +59,7 @@ def check_model_folder(folder: Path, *, weights: bool = True) -> None:
     try:
         json.loads(config.read_text())
     except FileNotFoundError:
-        raise LookaheadKVError(f"{folder} is not a model folder, config.json is missing: check --model-path.") from None
+        raise LookaheadKVError(f"{folder} is not a model folder, config.json is missing: check {flag}.") from None
     except ValueError:
         raise _damaged(config, "not valid JSON") from None
     if not weights:

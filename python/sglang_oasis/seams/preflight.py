@@ -16,7 +16,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.ops import native
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
-from sglang_oasis.seams.server_args import config_of, enabled
+from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -24,10 +24,12 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
-    "speculative_algorithm": (None, "EAGLE3", "NGRAM", DUAL_ALGORITHM),
     "speculative_adaptive": (False,),
+    "speculative_draft_attention_backend": (None,),
+    "speculative_draft_kv_cache_dtype": (None, "auto", "bf16", "bfloat16"),
     "speculative_draft_window_size": (None,),
     "speculative_use_rejection_sampling": (False,),
+    "enable_multi_layer_eagle": (False,),
     "enable_hierarchical_cache": (False,),
     "enable_hisparse": (False,),
     "enable_mixed_chunk": (False,),
@@ -54,6 +56,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attn_dp_size": (1,),
     "enable_dp_attention": (False,),
 }
+_ALGORITHMS = (None, EAGLE3, NGRAM)
 _UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
@@ -76,18 +79,16 @@ def check_before_resolution(server_args: Any) -> None:
         value = getattr(server_args, field)
         asked_for = field == "attention_backend" and not enabled(server_args)
         if value not in allowed and not asked_for:
-            raise LookaheadKVError(f"{asked_by(server_args)} does not work with {_as_typed(field, value)}: remove it.")
+            raise _does_not_work_with(server_args, field)
     if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
         raise LookaheadKVError(
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
         )
     _check_drafts(server_args)
-    folder = Path(server_args.model_path)
-    if folder.is_dir():
-        check_model_folder(folder, weights=server_args.load_format in ("auto", "safetensors"))
-    elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
-        raise LookaheadKVError(f"{folder} is not a model folder, it does not exist: check --model-path.")
+    _check_folder("--model-path", server_args.model_path, server_args.load_format)
+    if algorithm_of(server_args) == EAGLE3:
+        _check_draft_model(server_args)
 
 
 def check_model(server_args: Any) -> None:
@@ -148,10 +149,40 @@ def check_after_resolution(server_args: Any) -> None:
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
+def _check_folder(flag: str, path: str, load_format: str) -> None:
+    folder = Path(path)
+    if folder.is_dir():
+        check_model_folder(folder, flag=flag, weights=load_format in ("auto", "safetensors"))
+    elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
+        raise LookaheadKVError(f"{folder} is not a model folder, it does not exist: check {flag}.")
+
+
+def _check_draft_model(server_args: Any) -> None:
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        raise LookaheadKVError(
+            f"--speculative-algorithm {EAGLE3} needs a draft model: give the folder of an EAGLE-3 head with "
+            f"--speculative-draft-model-path."
+        )
+    load_format = server_args.speculative_draft_load_format or server_args.load_format
+    _check_folder("--speculative-draft-model-path", path, load_format)
+
+
 def _check_drafts(server_args: Any) -> None:
-    """Refuse drafts that branch: the backends verify chains."""
+    """Refuse what does not make chains of drafts: the backends verify nothing else."""
+    algorithm = algorithm_of(server_args)
+    if algorithm not in (*_ALGORITHMS, DUAL_ALGORITHM if enabled(server_args) else None):
+        raise _does_not_work_with(server_args, "speculative_algorithm")
+    steps = server_args.speculative_num_steps
+    if algorithm == EAGLE3 and steps is not None and steps < 1:
+        raise LookaheadKVError(f"--speculative-num-steps {steps} is not possible: give 1 or more.")
+    tokens = server_args.speculative_num_draft_tokens
+    if algorithm in (EAGLE3, NGRAM) and tokens is not None and tokens < 2:
+        raise LookaheadKVError(
+            f"--speculative-num-draft-tokens {tokens} is not possible: it counts the newest token, give 2 or more."
+        )
     wanted: dict[str, Any] = {"speculative_eagle_topk": 1}
-    if server_args.speculative_algorithm == "NGRAM":
+    if algorithm == NGRAM:
         wanted = {"speculative_ngram_max_bfs_breadth": 1, "speculative_ngram_external_sam_budget": 0}
     for name, value in wanted.items():
         given = getattr(server_args, name)
@@ -176,10 +207,11 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import check_host_bytes, layout_of_model, ranks_per_host
+    from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, ranks_per_host
     from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
+    draft = draft_layout_of_flags(server_args, model, view)
     device_is_host = view.device == "cpu"
     budget = divide_memory(
         config_of(server_args, view.page_size),
@@ -188,8 +220,13 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
         # What a GPU has free is known in the scheduler only, when the model is on it.
         free_device_bytes=None if device_is_host else UNKNOWN,
     )
-    check_host_bytes(layout, budget.host_bytes)
-    layout.rows_in(budget.device_bytes)
+    check_host_bytes(layout, budget.host_bytes, draft)
+    layout.rows_in(budget.device_bytes, draft.row_bytes if draft else 0)
+
+
+def _does_not_work_with(server_args: Any, field: str) -> LookaheadKVError:
+    given = _as_typed(field, getattr(server_args, field))
+    return LookaheadKVError(f"{asked_by(server_args)} does not work with {given}: remove it.")
 
 
 def _as_typed(field: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
-from sglang_oasis.seams.server_args import enabled, uses_host_pool
+from sglang_oasis.seams.server_args import EAGLE3, algorithm_of, enabled, uses_host_pool
 
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"
@@ -56,11 +56,21 @@ def _dual_algorithm(server_args: Any) -> dict[str, str]:
 
 
 def _chain_defaults(view: Any) -> dict[str, int]:
-    """SGLang's own choice for EAGLE-3, without any of these flags, is a tree."""
-    fields = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    if view.speculative_algorithm != "EAGLE3" or any(getattr(view, f) is not None for f in fields):
+    """The flags of EAGLE-3 that were left out; SGLang's own choice may be a tree, and it wants all of them or none.
+
+    Where steps and draft tokens contradict each other, SGLang keeps the steps.
+    """
+    if algorithm_of(view) != EAGLE3:
         return {}
-    return dict(zip(fields, (DRAFT_STEPS, 1, DRAFT_STEPS + 1), strict=True))
+    steps, tokens = view.speculative_num_steps, view.speculative_num_draft_tokens
+    if steps is None:
+        steps = DRAFT_STEPS if tokens is None else tokens - 1
+    chain = {
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+    return {field: value for field, value in chain.items() if getattr(view, field) is None}
 
 
 def _check_model_first(server_args: Any, previous: Step) -> None:

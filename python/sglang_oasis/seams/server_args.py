@@ -20,6 +20,9 @@ from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob, Lo
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import activation
 
+EAGLE3, NGRAM = "EAGLE3", "NGRAM"
+"""SGLang's speculative algorithms whose chains our backends verify."""
+
 HELP_HEADING = "lookahead KV (sglang-oasis)"
 ENABLE_HELP = (
     "Keep the full KV cache in host memory and decode on a bounded working set per KV head; every flag below needs it."
@@ -151,6 +154,11 @@ def speculation_of(server_args: Any) -> Speculation:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     view = resolved_view(server_args)
-    if view.speculative_algorithm is None:
-        return Speculation()
-    return Speculation(view.speculative_algorithm, (view.speculative_num_draft_tokens or 1) - 1)
+    algorithm = algorithm_of(view)
+    return Speculation(algorithm, (view.speculative_num_draft_tokens or 1) - 1) if algorithm else Speculation()
+
+
+def algorithm_of(server_args: Any) -> str | None:
+    """--speculative-algorithm, in capitals: SGLang takes either case and resolves it after our first checks."""
+    algorithm = server_args.speculative_algorithm
+    return None if algorithm is None else algorithm.upper()

@@ -12,14 +12,21 @@ from typing import Any
 
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import config_of, enabled
+from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.layout import TierLayout
 
 logger = logging.getLogger(__name__)
 
 
-def layout_of_model(server_args: Any, model_config: Any, dtype: Any, tp_size: int, page_size: int) -> TierLayout:
+def layout_of_model(
+    server_args: Any,
+    model_config: Any,
+    dtype: Any,
+    tp_size: int,
+    page_size: int,
+    context_length: int | None = None,
+) -> TierLayout:
     """Sizes of the tiers on one rank.
 
     Args:
@@ -28,6 +35,7 @@ def layout_of_model(server_args: Any, model_config: Any, dtype: Any, tp_size: in
         dtype: torch dtype of the KV cache.
         tp_size: ranks that share the KV heads.
         page_size: tokens per page.
+        context_length: most tokens of a request, None for what the model allows.
     """
     config = config_of(server_args, page_size)
     return TierLayout.of(
@@ -36,7 +44,7 @@ def layout_of_model(server_args: Any, model_config: Any, dtype: Any, tp_size: in
         kv_heads=model_config.get_num_kv_heads(tp_size),
         head_dim=model_config.head_dim,
         dtype=dtype,
-        context_length=model_config.context_len,
+        context_length=model_config.context_len if context_length is None else context_length,
         draft_tokens=config.draft_tokens,
     )
 
@@ -46,17 +54,41 @@ def layout_of_runner(runner: Any) -> TierLayout:
     return _layout(runner, runner.model_config)
 
 
-def draft_row_bytes(configurator: Any) -> int:
-    """Device bytes that one request takes in the draft model's tiers, 0 without one."""
+def draft_layout(configurator: Any) -> TierLayout | None:
+    """Sizes of the draft model's tiers, of the target's configurator; None without a draft model."""
     draft = configurator.spec_aux_config.draft_model_config
-    return 0 if draft is None else _layout(configurator, draft).row_bytes
+    return None if draft is None else _layout(configurator, draft)
+
+
+def draft_layout_of_flags(server_args: Any, model_config: Any, view: Any) -> TierLayout | None:
+    """The same before the models are loaded.
+
+    Args:
+        server_args: SGLang's arguments.
+        model_config: SGLang's ModelConfig of the target.
+        view: the arguments as they are resolved.
+    """
+    path = view.speculative_draft_model_path
+    if view.speculative_algorithm != EAGLE3 or path is None:
+        return None
+    draft = type(model_config).from_server_args(
+        server_args, model_path=path, model_revision=view.speculative_draft_model_revision, is_draft_model=True
+    )
+    return layout_of_model(
+        server_args, draft, model_config.dtype, view.tp_size, view.page_size, model_config.context_len
+    )
 
 
 def _layout(runner: Any, model_config: Any) -> TierLayout:
     from sglang.srt.runtime_context import get_parallel
 
     return layout_of_model(
-        runner.server_args, model_config, runner.kv_cache_dtype, get_parallel().attn_tp_size, runner.page_size
+        runner.server_args,
+        model_config,
+        runner.kv_cache_dtype,
+        get_parallel().attn_tp_size,
+        runner.page_size,
+        runner.model_config.context_len,  # a draft model decodes at the target's positions
     )
 
 
@@ -69,16 +101,36 @@ def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_me
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return original(configurator, pre_model_load_memory)
     on_cpu = configurator.device == "cpu"
+    layout = layout_of_runner(configurator)
     budget = divide_memory(
         config_of(configurator.server_args, configurator.page_size),
-        layout_of_runner(configurator),
+        layout,
         ranks=ranks_per_host(configurator.server_args),
         free_device_bytes=None if on_cpu else original(configurator, pre_model_load_memory),
     )
-    host_kv_bytes, device_bytes = _least_of_all_ranks(budget.host_kv_bytes, budget.device_bytes)
+    draft_layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
+    host_kv_bytes = bytes_to_divide(budget.host_bytes, layout, draft_layout(configurator), draft_layers)
+    host_kv_bytes, device_bytes = _least_of_all_ranks(host_kv_bytes, budget.device_bytes)
     # The configurator has slots; its server_args are the one object that both hooks see.
     configurator.server_args._lookahead_kv_device_bytes = device_bytes
     return host_kv_bytes
+
+
+def bytes_to_divide(host_bytes: int, layout: TierLayout, draft: TierLayout | None, counted_layers: int) -> int:
+    """What SGLang divides into KV indices, so that the pages that follow take `host_bytes`.
+
+    SGLang counts no summaries, and a draft model's layers as if they were the target's.
+
+    Args:
+        host_bytes: for the pages of both models, summaries included.
+        layout, draft: sizes of both models' tiers.
+        counted_layers: of the draft model, as SGLang counts them.
+    """
+    page = layout.num_layers * layout.kv_heads * layout.chunk_bytes
+    if draft is None:
+        return host_bytes * page // layout.host_page_bytes
+    counted = page + page * counted_layers // layout.num_layers
+    return host_bytes * counted // (layout.host_page_bytes + draft.host_page_bytes)
 
 
 def _least_of_all_ranks(*sizes: int) -> list[int]:
@@ -97,7 +149,8 @@ def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return result
     device_bytes = configurator.server_args._lookahead_kv_device_bytes
-    rows = layout_of_runner(configurator).rows_in(device_bytes, draft_row_bytes(configurator))
+    draft = draft_layout(configurator)
+    rows = layout_of_runner(configurator).rows_in(device_bytes, draft.row_bytes if draft else 0)
     if rows < result and configurator.server_args.max_running_requests is not None:
         logger.warning(
             "max_running_requests is %d, not the requested %d: raise --lookahead-kv-device-gb for more.", rows, result
@@ -105,13 +158,14 @@ def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     return min(result, rows)
 
 
-def check_host_bytes(layout: TierLayout, host_bytes: int) -> None:
-    """Refuse a host pool that cannot hold one request's working set.
+def check_host_bytes(layout: TierLayout, host_bytes: int, draft: TierLayout | None = None) -> None:
+    """Refuse a host pool that cannot hold one request's working set, in the pages of both models.
 
     Raises:
         LookaheadKVError: names the size and the least that works.
     """
-    least = (min(layout.selected_blocks) + layout.local_slots) * layout.host_page_bytes
+    page_bytes = layout.host_page_bytes + (draft.host_page_bytes if draft else 0)
+    least = (min(layout.selected_blocks) + layout.local_slots) * page_bytes
     if host_bytes < least:
         raise LookaheadKVError(
             f"{host_bytes / 1e9:.3f} GB of host memory are too little for the KV cache of one request, which needs "

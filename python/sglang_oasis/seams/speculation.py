@@ -1,9 +1,10 @@
 """Speculation on our backends: the draft model's attention, and on a CPU the ops that SGLang has for GPUs only.
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
-`speculative/eagle_utils.eagle_sample`, and the modules that `platform/speculative.py` names. A stand-in is REPLACEd by
-a hook where the op exists; where SGLang has None instead (the sampling ops) or cannot be imported without its compiled
-kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
+`speculative/eagle_utils.eagle_sample`, `speculative/cpp_ngram/ngram_corpus.NgramCorpus`, and the modules that
+`platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where SGLang has None instead
+(the sampling ops) or cannot be imported without its compiled kernels (`reconstruct_tree`), it is put in place here, and
+`verify` checks it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted
 from sglang_oasis.seams.catalogue import Seam, did_not_take
-from sglang_oasis.seams.server_args import uses_host_pool
+from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
+from sglang_oasis.speculative.chains import longest_chains
 
 _SAMPLERS = (ops.tree_speculative_sampling_target_only, ops.top_k_renorm_prob, ops.top_p_renorm_prob)
 _RECONSTRUCT = "sglang.kernels.ops.speculative.reconstruct_tree"
@@ -63,8 +65,7 @@ def _serves(factory: Any) -> bool:
 def _accept_chains(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Accept what our attention was right for: each draft with all tokens before it, which is a chain from the root.
 
-    NGRAM adds branches behind the chain of its longest match, whatever its breadth. Where drafts only serve as
-    lookahead queries none is accepted, and what is sampled at the root stands.
+    Where drafts only serve as lookahead queries none is accepted, and what is sampled at the root stands.
     """
     if verify_input.retrieve_next_token is not None:
         following = verify_input.retrieve_next_token
@@ -76,6 +77,11 @@ def _accept_chains(original: Callable[..., Any], verify_input: Any, batch: Any, 
         accept_lens.fill_(1)
         accept_index[:, 1:] = -1
     return predict, accept_lens, accept_index
+
+
+def _draft_chains(original: Callable[..., Any], corpus: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens, mask = original(corpus, *args, **kwargs)
+    return longest_chains(tokens, mask, corpus.draft_token_num)
 
 
 def rejects_drafts() -> bool:
@@ -94,6 +100,9 @@ def install() -> None:
     SpeculativeAlgorithm.register(DUAL_ALGORITHM, supports_overlap=True, spec_class=DualAlgorithm)(lambda _: DualWorker)
     if not cpu_platform_wanted():
         return
+    from sglang_oasis.platform.cpu import OasisCpuPlatform
+
+    OasisCpuPlatform.drafted_algorithms = (EAGLE3,)
     if _RECONSTRUCT not in sys.modules:
         module = types.ModuleType(_RECONSTRUCT)
         setattr(module, _RECONSTRUCT_FUNCTION, ops.reconstruct_indices_from_tree_mask)
@@ -146,5 +155,6 @@ SEAMS = [
     Seam("speculative.draft_utils.DraftBackendFactory.create_decode_backend", _draft_decode_backend, "AROUND"),
     Seam("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _draft_extend_backend, "AROUND"),
     Seam("speculative.eagle_utils.eagle_sample", _accept_chains, "AROUND"),
+    Seam("speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get", _draft_chains, "AROUND"),
     *(_ON_CPU if cpu_platform_wanted() else []),
 ]
