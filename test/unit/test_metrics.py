@@ -16,6 +16,7 @@ def snapshot(fetched: int, active: int, recall: dict[str, Any] | None = None) ->
         "rows": {"capacity": 4, "active": active},
         "host_tokens": {"capacity": 100, "used": 7},
         "bytes": {"resident": 640},
+        "fetch_cap": 6,
         "counters": {"blocks_fetched": fetched},
         "seconds": {"stall": 0.5},
         "step_seconds": {"model": 0.25},
@@ -49,6 +50,7 @@ def test_counters_follow_the_statistics_and_gauges_replace_each_other(exporter: 
     assert value("rows_capacity") == 4
     assert value("host_tokens_used") == 7
     assert value("resident_bytes") == 640
+    assert value("fetch_cap") == 6
 
 
 def test_recall_shows_when_something_was_measured(exporter: MetricsExporter) -> None:

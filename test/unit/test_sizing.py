@@ -25,14 +25,16 @@ def layout(context_length: int = 1000, **flags: object) -> TierLayout:
     )
 
 
-def test_row_and_page_bytes_are_what_the_tensors_take() -> None:
-    sizes = layout(lookahead_kv_dense_layers="2")
+@pytest.mark.parametrize("smoothing", [0.0, 0.8])
+def test_row_and_page_bytes_are_what_the_tensors_take(smoothing: float) -> None:
+    sizes = layout(lookahead_kv_dense_layers="2", lookahead_kv_smoothing=smoothing)
     rows, pages = 5, 7
     tier = ResidentTier(sizes, rows, torch.device("cpu"))
     allocated = sum(
         tensor.nbytes
         for layer in tier.layers
-        for tensor in (layer.blocks, layer.head_map, layer.last_selected, layer.slot_of, layer.summaries)
+        for tensor in (layer.blocks, *layer.maps, layer.summaries, layer.averages)
+        if tensor is not None
     )
     assert allocated == rows * sizes.row_bytes
     host = HostPool(

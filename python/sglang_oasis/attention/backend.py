@@ -56,6 +56,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         row_observer: the target model's, where the runner's model drafts for it; None to attach one.
 
     Attributes:
+        tiers: the resident tiers that follow the same rows: this model's and the draft model's.
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
         trace: records what decode attends to, None when it is off.
         audit: measures the true recall now and then, None when it is off.
@@ -90,10 +91,11 @@ class LookaheadAttentionBackend(AttentionBackend):
         self._kv_pool = runner.token_to_kv_pool
         self._rows = runner.req_to_token_pool
         if row_observer is None:
-            observer = RowObserver(self.tier.rows, runner.max_total_num_tokens, self._publish_when_idle)
-            self._rows.attach_aux_cache(observer)
+            row_observer = RowObserver(self.tier, runner.max_total_num_tokens, self._publish_when_idle)
+            self._rows.attach_aux_cache(row_observer)
         else:
-            row_observer.also(self.tier.rows)
+            row_observer.tiers.append(self.tier)
+        self.tiers = row_observer.tiers
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
         self.clock = StepClock()

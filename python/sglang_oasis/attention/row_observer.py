@@ -10,35 +10,34 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from sglang_oasis.tier.rows import RowTable
+from sglang_oasis.tier.resident_tier import ResidentTier
 
 
 class RowObserver:
     """The aux-cache protocol of ReqToTokenPool.
 
     Args:
-        rows: the table to keep current.
+        tier: whose rows to keep current.
         dense_capacity: tokens that SGLang may schedule; the whole host pool, since this cache takes none of it.
         on_release: called after rows were given up.
+
+    Attributes:
+        tiers: all that follow the rows, the draft model's too.
     """
 
-    def __init__(self, rows: RowTable, dense_capacity: int, on_release: Callable[[], None]) -> None:
-        self._tables = [rows]
+    def __init__(self, tier: ResidentTier, dense_capacity: int, on_release: Callable[[], None]) -> None:
+        self.tiers = [tier]
         self._on_release = on_release
         self.dense_capacity = dense_capacity
 
-    def also(self, rows: RowTable) -> None:
-        """Keep another table current: the draft model's."""
-        self._tables.append(rows)
-
     def free(self, row: int) -> None:
-        for rows in self._tables:
-            rows.release(int(row))
+        for tier in self.tiers:
+            tier.rows.release(int(row))
         self._on_release()
 
     def clear(self) -> None:
-        for rows in self._tables:
-            rows.clear()
+        for tier in self.tiers:
+            tier.rows.clear()
         self._on_release()
 
     def reset_allocator(self) -> None:

@@ -45,9 +45,9 @@ def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
         "host_tokens": {"capacity": capacity, "used": capacity - free},
         "bytes": {
             "host_capacity": backend.host.nbytes,
-            "device_capacity": tier.num_rows * layout.row_bytes,
-            "resident": tier.used_bytes,
-            "summaries": tier.used_summary_bytes,
+            "device_capacity": sum(each.num_rows * each.layout.row_bytes for each in backend.tiers),
+            "resident": sum(each.used_bytes for each in backend.tiers),
+            "summaries": sum(each.used_summary_bytes for each in backend.tiers),
             "step_budget": layout.step_bytes(cap),
         },
         "fetch_cap": cap,
