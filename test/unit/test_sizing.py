@@ -70,7 +70,7 @@ def test_the_fetch_cap_is_at_least_one_block() -> None:
 
 
 def test_step_bytes_count_only_layers_that_fetch() -> None:
-    assert layout().step_bytes(2) == 3 * 4 * 2 * (2 * 16 * 8 * 2)
+    assert layout().step_bytes(4) == 3 * 4 * 2 * (2 * 16 * 8 * 2)
     assert layout(lookahead_kv_dense_layers="0,1,2").step_bytes(2) == 0
 
 

@@ -1,0 +1,36 @@
+"""What adapts: the fetch cap to link and need, misses to the audited recall; every invariant is checked at every step."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_oasis.observability.audit import POOR_MASS
+from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.server import launch_server
+from test.e2e.small_pool import BUDGET, ENVIRONMENT, FLAGS, LAYERS, assert_baseline, finish_type, text
+
+pytestmark = pytest.mark.e2e
+
+ADAPTIVE = (
+    *("--lookahead-kv-fetch-ratio", "auto", "--lookahead-kv-miss-policy", "auto"),
+    *("--lookahead-kv-audit-interval", "1"),
+)
+
+
+def test_the_cap_follows_the_need_and_poor_layers_fetch_what_they_miss() -> None:
+    with launch_server(*FLAGS, *ADAPTIVE, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+        start = server.stats()
+        assert (start["config"]["fetch_ratio"], start["config"]["miss_policy"]) == (None, "auto")
+        with ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(lambda i: server.generate(text(2000 * i, 700), max_new_tokens=80), range(3)))
+        assert {finish_type(answer) for answer in answers} == {"length"}
+        stats = server.stats()
+        counters, recall = stats["counters"], stats["recall"]
+        assert 1 <= stats["fetch_cap"] <= BUDGET // 16
+        assert counters["blocks_fetched"] > counters["blocks_urgent"], "lookahead goes on beside urgent fetches"
+        poor = [mass for mass in recall["layer_mass"] if mass is not None and mass < POOR_MASS]
+        assert poor, "with so small a budget some layer's recall is low"
+        assert counters["blocks_urgent"] > 0
+        assert_baseline(server)
