@@ -1,4 +1,4 @@
-"""What adapts: the fetch cap to link and need, misses to the audited recall; every invariant is checked at every step."""
+"""What adapts: the fetch cap to link and need, misses to the audited recall; with every invariant checked."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Speculation changes how many steps an answer takes, never the answer: every source of lookahead, float32, greedy.
 
-The small pool's policy is `fetch`, so each token attends to the true top K of its own query, drafts or not.
+The small pool's policy is `fetch`, so each token attends to the true top K of its own query, drafts or not. With policy
+`drop`, and with the dense backend, that goes for contexts that fit the budget.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,16 @@ from transformers import AutoConfig
 from scripts.eagle3.head import Head, HeadShape
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.server import Server, launch_server
-from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_baseline, assert_same_answer, text
+from test.e2e.small_pool import (
+    BUDGET,
+    ENVIRONMENT,
+    FLAGS,
+    LAYERS,
+    assert_baseline,
+    assert_same_answer,
+    finish_type,
+    text,
+)
 from test.e2e.test_soak import plans, soak
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -27,6 +38,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOKENS = 40
 # (first token, length) in the corpus: some within the budget and some beyond it, some with a common prefix.
 PROMPTS = ((0, 30), (300, 100), (600, 190), (1000, 400), (2000, 700), (2000, 500), (2000, 720), (4000, 333))
+WITHIN_BUDGET = ((0, 30), (300, 100), (5000, 140), (7000, 61))
 DRAFT_VOCAB = 512
 
 
@@ -60,11 +72,14 @@ def source(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def flags_of(source: str, untrained_head: Path) -> tuple[str, ...]:
+    head = ("--speculative-draft-model-path", str(untrained_head)) if source == "eagle3" else ()
+    return (*SOURCES[source], *head)
+
+
 @pytest.fixture(scope="module")
 def server(source: str, untrained_head: Path) -> Iterator[Server]:
-    flags = SOURCES[source]
-    if source == "eagle3":
-        flags = (*flags, "--speculative-draft-model-path", str(untrained_head))
+    flags = (*flags_of(source, untrained_head), "--constrained-json-disable-any-whitespace")
     with launch_server(*FLAGS, *flags, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as running:
         yield running
 
@@ -77,6 +92,11 @@ def ask(server: Server, prompt: tuple[int, int]) -> dict[str, Any]:
 def expected(small_pool_server: Server) -> list[dict[str, Any]]:
     """The answers without speculation."""
     return [ask(small_pool_server, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected_within_budget(small_pool_server: Server) -> list[dict[str, Any]]:
+    return [ask(small_pool_server, prompt) for prompt in WITHIN_BUDGET]
 
 
 def test_one_at_a_time(server: Server, expected: list[dict[str, Any]], source: str) -> None:
@@ -102,7 +122,96 @@ def test_eight_at_a_time_from_the_prefix_cache(server: Server, expected: list[di
         assert_same_answer(answer, other)
 
 
+def test_output_keeps_to_its_grammar(server: Server) -> None:
+    pattern = "(red|green|blue) [0-9]{4}"
+    answer = server.generate(text(0, 300), max_new_tokens=24, sampling={"regex": pattern})
+    assert finish_type(answer) == "stop"
+    assert re.fullmatch(pattern, answer["text"])
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}, "large": {"type": "boolean"}},
+        "required": ["colour", "large"],
+        "additionalProperties": False,
+    }
+    answer = server.generate(text(600, 190), max_new_tokens=60, sampling={"json_schema": json.dumps(schema)})
+    assert finish_type(answer) == "stop"
+    found = json.loads(answer["text"])
+    assert found["colour"] in ("red", "green")
+    assert isinstance(found["large"], bool)
+
+
+def test_sampled_tokens_are_among_the_likeliest(server: Server) -> None:
+    likeliest = 5
+    sampling = {"temperature": 1.5, "top_p": 0.95, "top_k": likeliest, "sampling_seed": 7}
+
+    def sample(prompt: tuple[int, int]) -> dict[str, Any]:
+        shown = {"return_logprob": True, "top_logprobs_num": likeliest}
+        return server.generate(text(*prompt), max_new_tokens=TOKENS, sampling=sampling, **shown)
+
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(sample, PROMPTS[:4]))
+    ranks = []
+    for answer in answers:
+        assert len(answer["output_ids"]) == TOKENS
+        for token, top in zip(answer["output_ids"], answer["meta_info"]["output_top_logprobs"], strict=True):
+            ranks.append([candidate for _, candidate, *_ in top].index(token))
+    assert max(ranks) > 0, "greedy answers would say nothing"
+
+
 def test_retraction_and_aborts_in_between(server: Server) -> None:
     """The soak's answers are compared with those of the same server, alone."""
     soak(server, plans()[:80], comparable=lambda plan: True)
     assert_baseline(server)
+
+
+def test_policy_drop_is_exact_within_the_budget_and_fetches_beyond_it(
+    untrained_head: Path, expected_within_budget: list[dict[str, Any]]
+) -> None:
+    flags = (*FLAGS, "--lookahead-kv-miss-policy", "drop", *flags_of("eagle3", untrained_head))
+    with launch_server(*flags, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+        for prompt, other in zip(WITHIN_BUDGET, expected_within_budget, strict=True):
+            assert prompt[1] + TOKENS <= BUDGET
+            assert_same_answer(ask(server, prompt), other)
+        assert server.stats()["counters"]["blocks_fetched"] == 0
+        with ThreadPoolExecutor(3) as clients:
+            beyond = list(clients.map(lambda prompt: ask(server, prompt), [(2000, 700), (1000, 400), (4000, 333)]))
+        assert [len(answer["output_ids"]) for answer in beyond] == [TOKENS] * 3
+        assert server.stats()["counters"]["blocks_fetched"] > 0
+        assert_baseline(server)
+
+
+def test_drafts_that_are_only_looked_at_change_nothing_but_the_steps(
+    expected_within_budget: list[dict[str, Any]],
+) -> None:
+    """On pages of 8 tokens, one server accepts what the other only looks at."""
+    flags = (*FLAGS, "--page-size", "8", *SOURCES["ngram"])
+    answers, steps = [], []
+    for rejects in ((), ("--lookahead-kv-reject-drafts",)):
+        with launch_server(*flags, *rejects, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+            found = [ask(server, prompt) for prompt in PROMPTS]
+            for prompt, other in zip(WITHIN_BUDGET, expected_within_budget, strict=True):
+                assert_same_answer(ask(server, prompt), other)
+            assert_baseline(server)
+        answers.append(found)
+        steps.append(sum(answer["meta_info"]["spec_verify_ct"] for answer in found))
+    for answer, other in zip(*answers, strict=True):
+        assert_same_answer(answer, other)
+    emitted = sum(len(answer["output_ids"]) - 1 for answer in answers[0])  # the first comes from prefill
+    assert steps[1] == emitted, "one token per step"
+    assert steps[0] < 0.8 * emitted
+
+
+def test_the_dense_backend_answers_as_without_speculation(
+    untrained_head: Path, expected_within_budget: list[dict[str, Any]]
+) -> None:
+    flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024", "--sleep-on-idle")
+    small = ("--max-total-tokens", "2560", "--max-running-requests", "16", "--chunked-prefill-size", "64")
+    speculates = flags_of("eagle3", untrained_head)
+    with launch_server(*flags, *small, *speculates, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda prompt: ask(server, prompt), WITHIN_BUDGET))
+        for answer, other in zip(answers, expected_within_budget, strict=True):
+            assert_same_answer(answer, other)
+        steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+        assert 0 < steps <= sum(len(answer["output_ids"]) - 1 for answer in answers)
+        assert len(ask(server, (2000, 700))["output_ids"]) == TOKENS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -72,14 +74,20 @@ TOO_SMALL = [
     for memory in (("--lookahead-kv-device-gb", "0.001"), ("--lookahead-kv-host-gb", "0.001"))
 ]
 """Too little memory, for the model alone and with a head."""
+SHORT_HEAD = (*TOO_SMALL[0][1][:-1], "SHORT HEAD")
+"""The same with a head that was trained on short contexts."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
     head = write_untrained_head(tmp_path_factory.mktemp("head"))
     chains = [(*LOOKAHEAD, *EAGLE3, *HEAD, *flags) for flags in CHAINS]
-    lines = [*chains, *ACCEPTED, *REFUSED, *(line for pair in TOO_SMALL for line in pair)]
-    folders = {"HEAD": str(head)}
+    lines = [*chains, *ACCEPTED, *REFUSED, *(line for pair in TOO_SMALL for line in pair), SHORT_HEAD]
+    short_head = tmp_path_factory.mktemp("short") / "head"
+    shutil.copytree(head, short_head)
+    config = json.loads((head / "config.json").read_text())
+    (short_head / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    folders = {"HEAD": str(head), "SHORT HEAD": str(short_head)}
     model = str(truncated_model_path(4))
 
     def command(line: tuple[str, ...]) -> list[str]:
@@ -115,3 +123,5 @@ def test_the_least_memory_counts_the_draft_model(outcomes: dict[Any, dict[str, A
         sentences = [outcomes[flags]["message"] for flags in (target_alone, with_head)]
         alone, both = (float(re.findall(r"([\d.]+) GB", sentence)[1]) for sentence in sentences)
         assert both > 1.1 * alone, sentences
+    # The head decodes at the model's positions.
+    assert outcomes[SHORT_HEAD] == outcomes[TOO_SMALL[0][1]]
