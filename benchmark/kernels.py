@@ -186,7 +186,7 @@ def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repea
     fetched = 0
     for number in range(1, repeats + 2):
         candidates = torch.full((batch,), blocks - 1)
-        pipeline.begin_step(PredictionStep(number, torch.arange(batch), torch.arange(batch), candidates, pages))
+        pipeline.begin_urgent(PredictionStep(number, torch.arange(batch), torch.arange(batch), candidates, pages))
         query = torch.randn(batch, 1, KV_HEADS * GROUP, HEAD_DIM).bfloat16()
         before = pipeline.statistics()
         for index in range(layout.num_layers):
