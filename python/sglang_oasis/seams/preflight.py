@@ -215,7 +215,6 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     device_is_host = view.device == "cpu"
     budget = divide_memory(
         config_of(server_args, view.page_size),
-        layout,
         ranks=ranks_per_host(server_args),
         # What a GPU has free is known in the scheduler only, when the model is on it.
         free_device_bytes=None if device_is_host else UNKNOWN,

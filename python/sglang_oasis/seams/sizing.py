@@ -104,7 +104,6 @@ def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_me
     layout = layout_of_runner(configurator)
     budget = divide_memory(
         config_of(configurator.server_args, configurator.page_size),
-        layout,
         ranks=ranks_per_host(configurator.server_args),
         free_device_bytes=None if on_cpu else original(configurator, pre_model_load_memory),
     )

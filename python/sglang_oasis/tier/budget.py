@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.memory import available_host_bytes
 
 AUTO_HOST_SHARE = 0.5
@@ -22,18 +21,15 @@ class TierBudget(NamedTuple):
 
     Attributes:
         host_bytes: host pool with its summaries.
-        host_kv_bytes: of these, K and V; what SGLang divides into KV indices.
         device_bytes: resident tier with its maps and summaries.
     """
 
     host_bytes: int
-    host_kv_bytes: int
     device_bytes: int
 
 
 def divide_memory(
     config: LookaheadKVConfig,
-    layout: TierLayout,
     *,
     ranks: int,
     free_device_bytes: int | None,
@@ -43,7 +39,6 @@ def divide_memory(
 
     Args:
         config: the validated configuration.
-        layout: sizes of the tiers.
         ranks: ranks on this host that share its memory.
         free_device_bytes: bytes that SGLang would give its KV cache on this rank's device; None on a CPU, where the
             device tier lives in host memory.
@@ -64,8 +59,7 @@ def divide_memory(
         _require_free("--lookahead-kv-host-gb plus --lookahead-kv-device-gb", "host", both, share)
         host = min(int(share * AUTO_HOST_SHARE), share - both) if host is None else host
         device = min(int(share * AUTO_CPU_DEVICE_SHARE), share - host) if device is None else device
-    kv_share = layout.chunk_bytes / (layout.chunk_bytes + layout.summary_bytes)
-    return TierBudget(host, int(host * kv_share), device)
+    return TierBudget(host, device)
 
 
 def _asked(gigabytes: float | None) -> int | None:
