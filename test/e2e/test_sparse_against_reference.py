@@ -41,9 +41,13 @@ NARROW_TIE, WIDE_TIE = 1e-3, 0.1
 FEWEST_NARROW = 0.99
 FEWEST_IDENTICAL = 0.999
 
+SMOOTHING, ESCAPE = 0.8, 2.0
 POLICIES = {
     "fetch": ("--lookahead-kv-miss-policy", "fetch"),
-    "drop": ("--lookahead-kv-miss-policy", "drop", "--lookahead-kv-fetch-ratio", "1.0"),
+    "drop": (
+        *("--lookahead-kv-miss-policy", "drop", "--lookahead-kv-fetch-ratio", "1.0"),
+        *("--lookahead-kv-smoothing", str(SMOOTHING)),
+    ),
 }
 
 
@@ -132,8 +136,17 @@ def replayed(served: Served, prefilled: tuple[SparseReference, PrefilledPrompt])
             prompt, first_local_block=served.steps[0].first_local_block, block_size=BLOCK_SIZE
         )
         first = pad(first, (0, deciding.shape[-1] - first.shape[-1]), value=float("-inf"))
-        deciding = torch.cat([first[:, None], deciding[:, :-1]], dim=1)
+        deciding = smoothed(torch.cat([first[:, None], deciding[:, :-1]], dim=1))
     return Replayed(prompt, sparse, reference.decode_dense(prompt, processed), deciding)
+
+
+def smoothed(scores: Tensor) -> Tensor:
+    """The averages of scores [layers, steps, H, M] over the steps; a block that was no candidate has none (-inf)."""
+    averages = [scores[:, 0]]
+    for now in scores.unbind(1)[1:]:
+        blended = SMOOTHING * averages[-1] + (1 - SMOOTHING) * now
+        averages.append(torch.maximum(torch.where(averages[-1].isinf(), now, blended), now / ESCAPE))
+    return torch.stack(averages, dim=1)
 
 
 def largest_difference(top_logprobs: list[dict[int, float]], expected: Tensor) -> float:
