@@ -17,16 +17,18 @@ class Machine:
 
     Args:
         rate: of the link, bytes per second.
+        late: seconds of prediction that each step waits for before it waits for its transfers, on a busy processor.
     """
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, late: float = 0.0) -> None:
+        self.rate, self.late = rate, late
+        self.predicting = 0.0
         self.now = self.transfer = self.stalled = 0.0
         self.fetched = self.deferred = 0
         self.cap = AdaptiveCap(self.statistics, SELECTED, HEADS, CHUNK, 1, lambda: self.now)
 
     def statistics(self) -> PipelineStatistics:
-        seconds = {"predict": 0.0, "select": 0.0, "transfer": self.transfer}
+        seconds = {"predict": self.predicting, "select": 0.0, "transfer": self.transfer}
         return PipelineStatistics(self.fetched, self.deferred, 0, self.stalled, seconds)
 
     def run(self, steps: int, missing: int, rows: int = 1) -> float:
@@ -39,8 +41,10 @@ class Machine:
             self.fetched += fetched * HEADS * rows
             self.deferred += (missing - fetched) * HEADS * rows
             self.transfer += transfer
-            self.stalled += max(0.0, transfer - STEP)
-            self.now += max(STEP, transfer)
+            waited = self.late + transfer if self.late else max(0.0, transfer - STEP)
+            self.predicting += self.late
+            self.stalled += waited
+            self.now += STEP + waited
         return (self.stalled - stalled) / (self.now - begun)
 
 
@@ -82,6 +86,21 @@ def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:
     machine.rate *= 10
     machine.run(100, missing=40, rows=2)
     assert machine.cap.blocks(SELECTED) >= before
+
+
+def test_waiting_for_predictions_is_not_blamed_on_the_link() -> None:
+    machine = Machine(rate=5e9, late=STEP / 4)
+    machine.run(50, missing=2 * LEAST)
+    assert machine.cap.blocks(SELECTED) > LEAST
+
+
+def test_a_link_that_was_too_slow_for_one_block_is_used_again_as_soon_as_another() -> None:
+    machine = Machine(rate=1e6)
+    machine.run(500, missing=40)
+    assert machine.cap.blocks(SELECTED) == 1
+    machine.rate = 5e9
+    machine.run(60, missing=40)
+    assert machine.cap.blocks(SELECTED) > 30
 
 
 def test_a_layer_never_gets_more_than_it_has_slots_nor_less_than_one() -> None:

@@ -17,7 +17,7 @@ from sglang_oasis.tier.layout import fetch_cap
 LINK_SHARE = 0.5
 """Part of a step that transfers may take; prediction and selection run in the same threads."""
 STALLED = 0.02
-"""Part of a step that waiting may take before the cap shrinks."""
+"""Part of a step that waiting for the link may take before the cap shrinks."""
 STALE = 0.01
 """Part of the selected blocks that may be missing before the cap grows."""
 MEMORY = 8
@@ -107,12 +107,20 @@ class AdaptiveCap:
         return int(blocks / self._heads)
 
     def _learn(self, seconds: float, before: PipelineStatistics, after: PipelineStatistics) -> None:
-        self._step_seconds = _mean(self._step_seconds, seconds)
-        fetched, transfer = after.fetched - before.fetched, after.seconds["transfer"] - before.seconds["transfer"]
+        stages = {name: total - before.seconds[name] for name, total in after.seconds.items()}
+        fetched, transfer = after.fetched - before.fetched, stages["transfer"]
         if fetched and transfer > 0:
             self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
-        stalled = (after.stall_seconds - before.stall_seconds) / seconds
-        self._share = self._share / 2 if stalled > STALLED else min(LINK_SHARE, self._share * 1.1)
+        waited = after.stall_seconds - before.stall_seconds
+        # A step that waits for the link must not seem to leave it more time.
+        self._step_seconds = _mean(self._step_seconds, seconds - waited)
+        # Of a task that begins late, for want of a core, a layer waits for all stages; the link has a part in one.
+        busy = sum(stages.values())
+        stalled = waited / seconds * transfer / busy if busy else 0.0
+        if stalled <= STALLED:
+            self._share = min(LINK_SHARE, self._share * 1.1)
+        elif self._affordable() > 1:  # less would not shrink the cap, but take long to grow again
+            self._share /= 2
         missing = (after.deferred - before.deferred) / self._heads / self._selected
         if missing > STALE:
             self._needed = min(2 * self._needed, float(self._selected))
