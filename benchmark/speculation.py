@@ -74,7 +74,7 @@ class Outcome:
         variant: its name.
         batch: requests that decode at once.
         throughput, accept_length: see `Sample`.
-        to_plain: throughput relative to the same backend without speculation.
+        to_plain: throughput relative to the same backend without speculation, None where that did not run.
         to_dense: relative to the dense backend with the same speculation, None where there is none.
         throughputs: in each turn.
     """
@@ -83,7 +83,7 @@ class Outcome:
     batch: int
     throughput: float
     accept_length: float
-    to_plain: float
+    to_plain: float | None
     to_dense: float | None
     throughputs: list[float]
 
@@ -144,7 +144,9 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
         document = tokenizer.decode(text[i * options.context : (i + 1) * options.context])
         wrapped = [{"role": "user", "content": f"{document}\n\nForget the text above. {question}"}]
         ids = tokenizer.apply_chat_template(wrapped, add_generation_prompt=True, return_dict=False)
-        found.append(ids[len(ids) - options.context :])
+        if len(ids) < options.context:
+            raise ValueError(f"a prompt has {len(ids)} tokens, {options.context} are needed")
+        found.append(ids[-options.context :])
     return found
 
 
@@ -192,14 +194,13 @@ def summarise(measured: dict[str, tuple[int, list[Sample]]]) -> list[Outcome]:
     outcomes = []
     for name, (batch, taken) in measured.items():
         backend, _, speculation = name.partition(" + ")
-        to_plain = relative(name, backend)
         outcomes.append(
             Outcome(
                 variant=name,
                 batch=batch,
                 throughput=statistics.median(sample.throughput for sample in taken),
                 accept_length=statistics.median(sample.accept_length for sample in taken),
-                to_plain=1.0 if to_plain is None else to_plain,
+                to_plain=relative(name, backend),
                 to_dense=relative(name, name_of("dense", speculation)) if backend != "dense" else None,
                 throughputs=[sample.throughput for sample in taken],
             )
@@ -213,8 +214,8 @@ def show(outcomes: Sequence[Outcome]) -> None:
         ("server", "requests", "tok/s", "accept length", "x without", "x dense"),
         [
             (
-                *(o.variant, str(o.batch), f"{o.throughput:.1f}", f"{o.accept_length:.2f}", f"{o.to_plain:.2f}"),
-                "-" if o.to_dense is None else f"{o.to_dense:.2f}",
+                *(o.variant, str(o.batch), f"{o.throughput:.1f}", f"{o.accept_length:.2f}"),
+                *("-" if factor is None else f"{factor:.2f}" for factor in (o.to_plain, o.to_dense)),
             )
             for o in outcomes
         ],
@@ -232,7 +233,8 @@ def plot(outcomes: Sequence[Outcome]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", help="some of the servers, by name")
+    known = {variant.name: variant for variant in variants()}
+    parser.add_argument("--variants", nargs="+", choices=known, default=list(known), help="some of the servers")
     parser.add_argument("--requests", type=int, default=8, help="most that lookahead KV decodes at once")
     parser.add_argument("--dense-requests", type=int, default=3, help="R, requests whose full KV the device bytes hold")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each prompt")
@@ -241,8 +243,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--name", default="speculation")
     options = parser.parse_args()
-    chosen = [variant for variant in variants() if not options.variants or variant.name in options.variants]
-    outcomes = summarise(run(chosen, options))
+    outcomes = summarise(run([known[name] for name in options.variants], options))
     show(outcomes)
     report.save(options.name, {"options": vars(options), "outcomes": [asdict(o) for o in outcomes]}, plot(outcomes))
 

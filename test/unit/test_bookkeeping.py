@@ -59,7 +59,7 @@ class Schedule(RuleBasedStateMachine):
         recent_tokens=st.sampled_from([0, 8, 16]),
         sinks=st.sampled_from([0, 8]),
         ratio=st.sampled_from([0.05, 0.5, 1.0]),
-        policy=st.sampled_from(["drop", "fetch"]),
+        policy=st.sampled_from(["drop", "fetch", "auto"]),
         dense=st.sampled_from(["", "1"]),
         drafts=st.sampled_from([0, 1, 4, 7]),
         smoothing=st.sampled_from([0.0, 0.8]),
@@ -116,7 +116,8 @@ class Schedule(RuleBasedStateMachine):
             summary_format=self.layout.summary_format,
         )
         self.tier = ResidentTier(self.layout, ROWS, torch.device("cpu"))
-        self.controller = LookaheadController(self.config, self.tier, self.host)
+        # With policy `auto` the first layer's recall is low.
+        self.controller = LookaheadController(self.config, self.tier, self.host, lambda layer: layer == 0)
         self.req_to_token = torch.zeros((ROWS, CONTEXT + 2 * BLOCK), dtype=torch.int32)
         self.free_pages = list(range(1, PAGES))
         self.free_rows = list(range(1, ROWS))
@@ -208,16 +209,18 @@ class Schedule(RuleBasedStateMachine):
                 taken = slice(i, None, len(passes))
                 self.controller.prepare(layer, plan.step, query[taken], keys[taken], values[taken], 0.5)
                 self.check_attended(layer, plan)
-                if self.config.miss_policy == "fetch":
-                    for row, length, vectors in zip(rows, lengths, query[taken], strict=True):
-                        self.follow(layer, row, vectors[None], length + i, self.layout.selected_blocks[layer], plan)
+                if self.fetches(layer):
+                    each = query[taken].unflatten(0, (len(rows), -1))
+                    for row, length, vectors in zip(rows, lengths, each, strict=True):
+                        budget = self.layout.selected_blocks[layer]
+                        self.follow(layer, row, vectors, length + i, budget, plan, urgent=True)
             self.controller.look_ahead(layer, passes[-1].step, query, 0.5)
             self.controller.pipeline.wait(layer)
-            if self.config.miss_policy == "drop":
+            if self.config.miss_policy != "fetch":
                 cap = fetch_cap(self.config.fetch_ratio, self.layout.selected_blocks[layer])
                 for row, length, vectors in zip(rows, lengths, query.unflatten(0, (-1, tokens)), strict=True):
                     looks_at = vectors[1:] if tokens > 1 else vectors
-                    self.follow(layer, row, looks_at, length + 1, cap, passes[0])
+                    self.follow(layer, row, looks_at, length + 1, cap, passes[0], urgent=False)
         for row, length in zip(rows, lengths, strict=True):
             accepted = data.draw(st.integers(0, tokens - 1)) if tokens > 1 else 0
             self.live[row].length = min(length + accepted, CONTEXT)
@@ -248,11 +251,11 @@ class Schedule(RuleBasedStateMachine):
             if window.first_local <= selected:
                 left = set(range(int(step.before.first_local[i]), window.first_local))
                 for blocks, ages in zip(request.resident[layer], request.last_selected[layer], strict=True):
-                    ages.update(dict.fromkeys(left, step.number - 1))
+                    ages.update(dict.fromkeys(left, 2 * step.number - 1))
                     blocks |= left
                     # With policy fetch a block may have made room for one that left the local slots with drafts that
                     # were rejected; it has just been loaded again, which `follow` will see.
-                    assert self.config.miss_policy == "fetch" or blocks >= set(range(window.first_local))
+                    assert self.fetches(layer) or blocks >= set(range(window.first_local))
             attended_tokens = int(plan.resident(selected).kv_lengths[i])
             slots = plan.resident(selected).slots[i, : -(-attended_tokens // BLOCK)].long()
             for head in range(HEADS):
@@ -261,7 +264,7 @@ class Schedule(RuleBasedStateMachine):
                 local = range(window.first_local, (end - 1) // BLOCK + 1)
                 if window.first_local <= selected:
                     blocks = set(range(window.first_local))
-                elif self.config.miss_policy == "drop":
+                elif not self.fetches(layer):
                     blocks = request.resident[layer][head]
                 else:
                     blocks = set(self.tier.layers[layer].head_map[row, head].tolist())
@@ -270,13 +273,20 @@ class Schedule(RuleBasedStateMachine):
                 exact = self.host.read(layer, tokens)[:, head]
                 assert sorted(map(tuple, attended.flatten(1).tolist())) == sorted(map(tuple, exact.flatten(1).tolist()))
 
-    def follow(self, layer: int, row: int, queries: Tensor, length: int, cap: int, plan: DecodePlan) -> None:
+    def fetches(self, layer: int) -> bool:
+        """Whether misses are loaded before attention."""
+        return self.config.miss_policy == "fetch" or (self.config.miss_policy == "auto" and layer == 0)
+
+    def follow(
+        self, layer: int, row: int, queries: Tensor, length: int, cap: int, plan: DecodePlan, *, urgent: bool
+    ) -> None:
         """Capped eviction once more, on sets: compare with the head map."""
+        number = 2 * plan.step.number + (not urgent)
         budget = self.layout.selected_blocks[layer]
         window = self.tier.window(length)
         candidates = window.first_local
         with_drafts = window.later(self.config.draft_tokens).first_local
-        works = with_drafts if self.config.miss_policy == "fetch" else candidates
+        works = with_drafts if urgent else candidates
         if works <= budget or budget == self.layout.max_blocks:
             return
         request = self.live[row]
@@ -286,7 +296,9 @@ class Schedule(RuleBasedStateMachine):
             midpoint, half_range = ((low + high) / 2).bfloat16().float(), ((high - low) / 2).bfloat16().float()
             group = queries.view(-1, HEADS, 2, DIM)[:, head].flatten(0, 1)
             bounds = (group @ midpoint.T + group.abs() @ half_range.T) * 0.5
-            score = self.smooth(request.averages[layer][head], torch.softmax(bounds, -1).mean(0))
+            score = torch.softmax(bounds, -1).mean(0)
+            if not urgent:
+                score = self.smooth(request.averages[layer][head], score)
             score[: self.config.sink_blocks] = float("inf")
             best = score.sort(descending=True).values[: budget + 1]
             if (best[1:] > best[:-1] * (1 - NEAR_TIE)).any():
@@ -297,7 +309,7 @@ class Schedule(RuleBasedStateMachine):
             missing = [b for b in ranking if b not in resident]
             for block in ranking:
                 if block in resident:
-                    ages[block] = plan.step.number
+                    ages[block] = number
             now = set(self.tier.layers[layer].head_map[row, head].tolist())
             admitted = set(missing[:cap])
             assert now - resident == admitted
@@ -309,13 +321,13 @@ class Schedule(RuleBasedStateMachine):
                 assert max(ages[b] for b in evicted) <= min(ages[b] for b in kept)
             for block in evicted:
                 del ages[block]
-            ages.update(dict.fromkeys(admitted, plan.step.number))
+            ages.update(dict.fromkeys(admitted, number))
             request.resident[layer][head] = now
 
     def smooth(self, averages: dict[int, float], score: Tensor) -> Tensor:
-        """The scores that rank blocks: what `fetch` loads is for this step alone."""
+        """The scores that rank blocks ahead; what is fetched urgently is for this step alone."""
         decay = self.config.smoothing
-        if not decay or self.config.miss_policy == "fetch":
+        if not decay:
             return score
         for block, value in enumerate(score.tolist()):
             blended = decay * averages.get(block, value) + (1 - decay) * value

@@ -135,9 +135,10 @@ def test_another_layer_goes_on_meanwhile(rig: Rig) -> None:
 
 def test_the_prediction_is_there_when_the_next_step_attends(rig: Rig) -> None:
     rig.look_ahead()
-    before = rig.tier.layers[0].head_map[1].clone()
+    before, earlier = rig.tier.layers[0].head_map[1].clone(), rig.controller.pipeline.statistics()
     threading.Timer(0.05, rig.release.set).start()
     token = torch.randn(1, HEADS, DIM)
     rig.controller.write_through(0, rig.req_to_token[1, LENGTH + 1 : LENGTH + 2], token, token)
     assert rig.controller.pipeline.statistics().stalls == 1
     assert not torch.equal(rig.tier.layers[0].head_map[1], before)
+    assert rig.controller.pipeline.statistics().seconds["transfer"] > earlier.seconds["transfer"]

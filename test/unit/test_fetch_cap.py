@@ -88,6 +88,15 @@ def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:
     assert machine.cap.blocks(SELECTED) >= before
 
 
+def test_a_pause_leaves_the_link_no_more_time() -> None:
+    machine = Machine(rate=1e8)
+    machine.run(50, missing=40)
+    before = machine.cap.blocks(SELECTED)
+    machine.now += 300
+    machine.run(1, missing=40)
+    assert machine.cap.blocks(SELECTED) <= before + 1
+
+
 def test_waiting_for_predictions_is_not_blamed_on_the_link() -> None:
     machine = Machine(rate=5e9, late=STEP / 4)
     machine.run(50, missing=2 * LEAST)

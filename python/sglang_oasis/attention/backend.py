@@ -21,7 +21,7 @@ from sglang_oasis.attention.clock import StepClock
 from sglang_oasis.attention.layers import check_layers, layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
 from sglang_oasis.attention.row_observer import RowObserver
-from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.config import FETCH, LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
 from sglang_oasis.observability.audit import Audit
@@ -83,7 +83,7 @@ class LookaheadAttentionBackend(AttentionBackend):
             config,
             self.tier,
             host,
-            *(() if self.audit is None else (self.audit.is_poor,)),
+            None if self.audit is None else self.audit.is_poor,
             moves_on=not runner.is_draft_worker,
         )
         self.max_context_len = runner.model_config.context_len
@@ -206,9 +206,13 @@ class LookaheadAttentionBackend(AttentionBackend):
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
             self.controller.build(index, cold.row, cold.window, pages, query[cold.entry * step.tokens, None], scale)
-        if self.audit is not None:
+        # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
+        audits_after = self.config.miss_policy == FETCH
+        if self.audit is not None and not audits_after:
             self.audit.observe(index, step, query, scale)
         self.controller.prepare(index, step, query, key, value, scale)
+        if self.audit is not None and audits_after:
+            self.audit.observe(index, step, query, scale)
         clock.lap("prepare")
         if self.trace is not None:
             self.trace.record(index, plan, self.tier)

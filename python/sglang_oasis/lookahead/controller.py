@@ -34,7 +34,7 @@ class LookaheadController:
         config: the validated configuration.
         tier: the resident tier.
         host: the host pool.
-        recall_is_low: layer -> whether lookahead alone serves it badly, for miss policy `auto`.
+        recall_is_low: layer -> whether lookahead alone serves it badly; miss policy `auto` needs it.
         moves_on: False when the next pass may serve a row at the length of this one, as a draft model's do.
 
     Attributes:
@@ -46,7 +46,7 @@ class LookaheadController:
         config: LookaheadKVConfig,
         tier: ResidentTier,
         host: HostPool,
-        recall_is_low: Callable[[int], bool] = lambda layer: False,
+        recall_is_low: Callable[[int], bool] | None = None,
         *,
         moves_on: bool = True,
     ) -> None:
@@ -57,9 +57,11 @@ class LookaheadController:
         self._selector = find_selector(config.selector)
         self._recall_is_low = recall_is_low
         self._moves_on = moves_on
+        self._sparse_layers = tier.layout.sparse_layers
         self._looks_at_drafts = config.source != LAST_QUERY
         self._step: DecodeStep | None = None
-        self._urgent = self._predicting = False
+        self._urgent: frozenset[int] = frozenset()
+        self._predicting = False
         self.pipeline = make_pipeline(tier, host, self._selector, config.smoothing)
         self.cap = self._make_cap()
 
@@ -122,8 +124,8 @@ class LookaheadController:
             self._begin(step)
         resident = self.tier.layers[layer]
         if step.graduates:
-            # Not selected in this step: what is predicted now must outlive them.
-            resident.graduate(step.graduates.rows, step.graduates.blocks, step.number - 1)
+            # Older than what is selected now, which must outlive them.
+            resident.graduate(step.graduates.rows, step.graduates.blocks, urgent_number(step) - 1)
         resident.write_tokens(step.token_rows, step.places(resident), key, value)
         if step.completed:
             rows, blocks, pages = step.completed
@@ -131,7 +133,7 @@ class LookaheadController:
             resident.summaries[rows, :, blocks] = self.host.summaries[layer][pages].to(self.tier.device)
         if step.expected:  # a request may end here, and another find the page in the prefix cache
             self.host.summarise(layer, step.expected.pages)
-        if self._urgent and self._fetches_misses(layer) and self._is_sparse(layer):
+        if layer in self._urgent:
             queries = query.unflatten(0, (-1, step.tokens))
             self.counters.blocks_urgent += self.pipeline.run(layer, queries, scale, cap=resident.selected)
 
@@ -146,7 +148,7 @@ class LookaheadController:
             query: [n * m, H*G, D].
             scale: softmax scale.
         """
-        if self._predicting and self._is_sparse(layer):
+        if self._predicting and layer in self._sparse_layers:
             cap = self.cap.blocks(self.tier.layers[layer].selected)
             queries = query.unflatten(0, (-1, step.tokens))
             drafts = queries[:, 1:] if self._looks_at_drafts and step.tokens > 1 else queries[:, :1]
@@ -155,28 +157,27 @@ class LookaheadController:
     def _begin(self, step: DecodeStep) -> None:
         """Find the rows that do not fit the budget: in this step, where misses are fetched, and in the next."""
         self._step = step
-        policy, layers = self.config.miss_policy, range(self.tier.layout.num_layers)
-        self._urgent = self._predicting = False
-        if policy == FETCH or (policy == AUTO and any(map(self._recall_is_low, layers))):
+        self._urgent, self._predicting = frozenset(), False
+        if layers := self._layers_that_fetch():
             # A row also counts that will not fit with the drafts it may have: it may be back from where it did not fit.
             most = step.windows.later(self.tier.layout.draft_tokens)
-            if (urgent := self._exceeding(step, step.windows, most)) is not None:
-                self._urgent = True
+            if (urgent := self._exceeding(step, urgent_number(step), step.windows, most)) is not None:
+                self._urgent = layers
                 self.pipeline.begin_urgent(urgent)
-        if policy != FETCH:
+        if self.config.miss_policy != FETCH:
             then = step.windows.next if self._moves_on else step.windows
-            ahead = self._exceeding(step, then, then)
+            ahead = self._exceeding(step, urgent_number(step) + 1, then, then)
             self.cap.begin_step(0 if ahead is None else len(ahead.rows))
             if ahead is not None:
                 self._predicting = True
                 self.pipeline.begin_step(ahead)
 
-    def _exceeding(self, step: DecodeStep, windows: Windows, most: Windows) -> PredictionStep | None:
+    def _exceeding(self, step: DecodeStep, number: int, windows: Windows, most: Windows) -> PredictionStep | None:
         """The rows whose windows `most` exceed the budget, with candidates as in `windows`; None without such rows."""
         entries = (most.first_local > min(self.tier.layout.selected_blocks)).nonzero().flatten()
         if not entries.numel():
             return None
-        return PredictionStep(step.number, entries, step.rows[entries], windows.first_local[entries], step.pages)
+        return PredictionStep(number, entries, step.rows[entries], windows.first_local[entries], step.pages)
 
     def close(self) -> None:
         """End the background threads."""
@@ -186,14 +187,19 @@ class LookaheadController:
         if self.config.fetch_ratio is not None:
             return FixedCap(self.config.fetch_ratio)
         layout, pipeline = self.tier.layout, self.pipeline
-        heads = layout.kv_heads * sum(map(self._is_sparse, range(layout.num_layers)))
+        heads = layout.kv_heads * len(self._sparse_layers)
         selected = min(layout.selected_blocks)
         return AdaptiveCap(pipeline.statistics, selected, heads, layout.chunk_bytes, pipeline.threads)
 
-    def _fetches_misses(self, layer: int) -> bool:
-        """Whether what the true query misses is loaded before attention."""
-        return self.config.miss_policy == FETCH or self._recall_is_low(layer)
+    def _layers_that_fetch(self) -> frozenset[int]:
+        """Layers that load what the true query misses before they attend."""
+        if self.config.miss_policy == FETCH:
+            return self._sparse_layers
+        if self.config.miss_policy != AUTO or self._recall_is_low is None:
+            return frozenset()
+        return frozenset(filter(self._recall_is_low, self._sparse_layers))
 
-    def _is_sparse(self, layer: int) -> bool:
-        """Whether rows can exceed the layer's slots; those of a dense layer never do."""
-        return self.tier.layers[layer].selected < self.tier.layout.max_blocks
+
+def urgent_number(step: DecodeStep) -> int:
+    """With which a step's urgent fetches mark blocks as selected; its predictions, which come later, with the next."""
+    return 2 * step.number

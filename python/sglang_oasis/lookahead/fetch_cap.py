@@ -20,6 +20,8 @@ STALLED = 0.02
 """Part of a step that waiting for the link may take before the cap shrinks."""
 STALE = 0.01
 """Part of the selected blocks that may be missing before the cap grows."""
+LONGEST = 2.0
+"""A step counts as so many times the mean at most: longer ones waited for a prefill, or for a request."""
 MEMORY = 8
 """Steps that the running means of rate and time remember."""
 
@@ -92,7 +94,7 @@ class AdaptiveCap:
 
     def begin_step(self, rows: int) -> None:
         now, found = self._clock(), self._statistics()
-        if self._heads:  # the step that ends here had something to fetch
+        if self._heads and now > self._last_time:  # the step that ends here had something to fetch
             self._learn(now - self._last_time, self._last, found)
         self._heads, self._last, self._last_time = rows * self._heads_per_row, found, now
 
@@ -112,11 +114,14 @@ class AdaptiveCap:
         if fetched and transfer > 0:
             self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
         waited = after.stall_seconds - before.stall_seconds
-        # A step that waits for the link must not seem to leave it more time.
-        self._step_seconds = _mean(self._step_seconds, seconds - waited)
+        # A step that waits for the link must not seem to leave it more time, nor one that came after a pause.
+        computed = max(0.0, seconds - waited)
+        if self._step_seconds is not None:
+            computed = min(computed, LONGEST * self._step_seconds)
+        self._step_seconds = _mean(self._step_seconds, computed)
         # Of a task that begins late, for want of a core, a layer waits for all stages; the link has a part in one.
         busy = sum(stages.values())
-        stalled = waited / seconds * transfer / busy if busy else 0.0
+        stalled = waited / (computed + waited) * transfer / busy if busy else 0.0
         if stalled <= STALLED:
             self._share = min(LINK_SHARE, self._share * 1.1)
         elif self._affordable() > 1:  # less would not shrink the cap, but take long to grow again

@@ -29,7 +29,7 @@ class PredictionStep(NamedTuple):
     """The rows of a decode step that do not fit the budget; m of the batch's n.
 
     Attributes:
-        number: of the step.
+        number: larger than that of all tasks before, in every row.
         entries: [m] int64, places in the batch.
         rows: [m] int64.
         candidates: [m] int64, blocks [0, candidates) may be selected.
@@ -225,7 +225,8 @@ class TorchPipeline:
 
     def statistics(self) -> PipelineStatistics:
         stages = self._stages
-        return PipelineStatistics(self._fetched, self._deferred, stages.stalls, stages.stall_seconds, stages.seconds)
+        seconds = dict(stages.seconds)
+        return PipelineStatistics(self._fetched, self._deferred, stages.stalls, stages.stall_seconds, seconds)
 
     def close(self) -> None:
         self._stages.close()

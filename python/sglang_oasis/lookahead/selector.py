@@ -28,7 +28,7 @@ class Selector(Protocol):
             scale: softmax scale of the attention.
 
         Returns:
-            [n, H, N] float32, larger is better; blocks that are no candidates get -inf.
+            [n, H, N] float32, larger is better, not negative; blocks that are no candidates get -inf.
         """
         ...
 

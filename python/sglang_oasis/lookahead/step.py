@@ -35,7 +35,7 @@ class DecodeStep:
     """A batch of rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
 
     Attributes:
-        number: steps are numbered from 1; the head map's last-selected steps are these numbers.
+        number: steps are numbered from 1.
         rows: [n] int64.
         before: the rows' windows before this step.
         windows: the rows' windows in this step: drafts do not move them.

@@ -151,7 +151,7 @@ class Audit:
             self._sampled = set(self._random.sample(sparse, min(LAYERS_PER_AUDIT, len(sparse))))
 
     def observe(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
-        """A layer is about to decode with what lookahead has brought in; misses are not fetched yet.
+        """A layer is about to attend to its resident set; with policy `auto`, to fetch first what it misses.
 
         Args:
             layer: layer of this rank.
@@ -219,8 +219,9 @@ class Audit:
         found = measure_recall(look.query.cpu(), keys, window.length, look.resident, window.first_local, look.scale)
         if not self._still_owns(look):
             return False
+        was_poor = self.is_poor(look.layer)
         self.layers[look.layer].add(found)
-        if found.mass < POOR_MASS:
+        if self.is_poor(look.layer) and not was_poor:
             logger.warning(
                 "Lookahead KV: in layer %d the working set of a request of %d tokens covers %.1f%% of the attention "
                 "mass and has %.1f%% of the best blocks; raise --lookahead-kv-budget-tokens or -fetch-ratio.",

@@ -13,9 +13,9 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
     """One block that a human can check, logged when the tiers are built."""
     config, layout, tier = backend.config, backend.tier.layout, backend.tier
     tokens = (backend.host.num_pages - 1) * layout.block_size
-    cap = backend.controller.cap.blocks(min(layout.selected_blocks))
     ratio = "adaptive" if config.fetch_ratio is None else f"ratio {config.fetch_ratio}"
     budget = min(layout.selected_blocks)
+    cap = budget if config.fetch_ratio is None else backend.controller.cap.blocks(budget)
     covers = " (the whole context, so attention is exact)" if budget == layout.max_blocks else ""
     lines = [
         "Lookahead KV is on",

@@ -26,7 +26,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "disaggregation_mode": ("null",),
     "speculative_adaptive": (False,),
     "speculative_draft_attention_backend": (None,),
-    "speculative_draft_kv_cache_dtype": (None, "auto", "bf16", "bfloat16"),
+    "speculative_draft_kv_cache_dtype": (None,),
     "speculative_draft_window_size": (None,),
     "speculative_use_rejection_sampling": (False,),
     "enable_multi_layer_eagle": (False,),

@@ -14,8 +14,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.attention.drafting import DraftSteps
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
@@ -62,17 +60,9 @@ def _serves(factory: Any) -> bool:
     return name in (DENSE_BACKEND_NAME, BACKEND_NAME)
 
 
-def _accept_chains(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Accept what our attention was right for: each draft with all tokens before it, which is a chain from the root.
-
-    Where drafts only serve as lookahead queries none is accepted, and what is sampled at the root stands.
-    """
-    if verify_input.retrieve_next_token is not None:
-        following = verify_input.retrieve_next_token
-        chain = torch.arange(1, following.shape[1] + 1, device=following.device)
-        verify_input.retrieve_next_token = following.where(following == chain, -1)
-        verify_input.retrieve_next_sibling = torch.full_like(following, -1)
-    predict, accept_lens, accept_index = original(verify_input, batch, *args, **kwargs)
+def _accept_or_reject(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Where drafts only serve as lookahead queries none is accepted, and what is sampled at the root stands."""
+    predict, accept_lens, accept_index = original(*args, **kwargs)
     if rejects_drafts():
         accept_lens.fill_(1)
         accept_index[:, 1:] = -1
@@ -154,7 +144,7 @@ _ON_CPU = [
 SEAMS = [
     Seam("speculative.draft_utils.DraftBackendFactory.create_decode_backend", _draft_decode_backend, "AROUND"),
     Seam("speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend", _draft_extend_backend, "AROUND"),
-    Seam("speculative.eagle_utils.eagle_sample", _accept_chains, "AROUND"),
+    Seam("speculative.eagle_utils.eagle_sample", _accept_or_reject, "AROUND"),
     Seam("speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get", _draft_chains, "AROUND"),
     *(_ON_CPU if cpu_platform_wanted() else []),
 ]

@@ -39,4 +39,4 @@ def longest_chains(tokens: NDArray[Any], mask: NDArray[Any], tokens_each: int) -
         chain[: len(path)] = path
         chain[len(path) :] = path[-1]
     linked = np.tril(np.ones((tokens_each, tokens_each), dtype=mask.dtype))
-    return chains.reshape(tokens.shape), np.broadcast_to(linked, above.shape).reshape(mask.shape)
+    return chains.reshape(tokens.shape), np.tile(linked.ravel(), len(trees)).reshape(mask.shape)

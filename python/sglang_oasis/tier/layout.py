@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.config import FETCH, LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
@@ -30,7 +30,7 @@ class TierLayout:
         max_blocks: N, most logical blocks of a row.
         summary_format: how summaries are stored.
         draft_tokens: most tokens beyond the committed ones that a step may write.
-        smoothed: whether rows keep an average score of every block.
+        smoothed: whether rows keep an average score of every block, in sparse layers.
     """
 
     num_layers: int
@@ -77,13 +77,18 @@ class TierLayout:
             max_blocks=max_blocks,
             summary_format=SUMMARY_FORMATS[config.summary_dtype],
             draft_tokens=draft_tokens,
-            smoothed=config.smoothing > 0,
+            smoothed=config.smoothing > 0 and config.miss_policy != FETCH,
         )
 
     @property
     def local_slots(self) -> int:
         """R: recent blocks, the open block, and the blocks that draft tokens may spill into."""
         return self.recent_blocks + 1 + -(-self.draft_tokens // self.block_size)
+
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Layers whose slots rows can exceed."""
+        return frozenset(layer for layer, selected in enumerate(self.selected_blocks) if selected < self.max_blocks)
 
     @property
     def chunk_bytes(self) -> int:
@@ -111,13 +116,12 @@ class TierLayout:
         selected = sum(self.selected_blocks)
         slots = selected + self.num_layers * self.local_slots
         maps = (2 * selected + self.num_layers * self.max_blocks) * MAP_DTYPE.itemsize
-        averages = self.smoothed * self.num_layers * self.max_blocks * SCORE_DTYPE.itemsize
+        averages = self.smoothed * len(self.sparse_layers) * self.max_blocks * SCORE_DTYPE.itemsize
         return self.kv_heads * (slots * self.chunk_bytes + maps + averages) + self.row_summary_bytes
 
     def step_bytes(self, cap: int) -> int:
         """Bytes of one row's fetch in a decode step with `cap` blocks in every KV head of every sparse layer."""
-        sparse = sum(k < self.max_blocks for k in self.selected_blocks)
-        return self.kv_heads * self.chunk_bytes * sparse * cap
+        return self.kv_heads * self.chunk_bytes * len(self.sparse_layers) * cap
 
     def rows_in(self, device_bytes: int, draft_row_bytes: int = 0) -> int:
         """Requests that decode at once in `device_bytes`; one row more is allocated as SGLang's padding row 0.

@@ -49,7 +49,7 @@ class ResidentLayer:
             (num_rows, heads, layout.max_blocks, layout.summary_bytes), dtype=torch.uint8, device=device
         )
         self.averages: Tensor | None = None
-        if layout.smoothed:
+        if layout.smoothed and layer in layout.sparse_layers:
             self.averages = torch.full(self.slot_of.shape, UNKNOWN, dtype=SCORE_DTYPE, device=device)
 
     @property

@@ -54,7 +54,7 @@ void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t n
                float scale, float tightness, float* scores);
 
 // Replaces the scores of one row and head by their averages over the steps, and remembers those. Negative averages are
-// not known yet. A score of `escape` times an average takes its place.
+// not known yet. An average is never below score / escape.
 struct Smoothing {
   float decay;
   float escape;
