@@ -12,7 +12,7 @@ class LookaheadCounters:
     Attributes:
         decode_steps: forward passes in decode mode.
         blocks_built: blocks loaded when a row's first resident set was built.
-        blocks_urgent: blocks that the foreground waited for (miss policy fetch).
+        blocks_urgent: blocks that the foreground waited for (miss policies fetch and auto).
     """
 
     decode_steps: int = 0
