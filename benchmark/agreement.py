@@ -14,22 +14,27 @@ Selector, summaries, sinks and recent tokens are the product's defaults. Nothing
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer
 
 from benchmark import report
 from benchmark.agreement_findings import (
-    CHOSEN,
+    HOW,
     IDEAL,
     OFF,
+    SHORTLIST,
     SMOOTHINGS,
     Findings,
     Measurement,
@@ -39,7 +44,7 @@ from benchmark.agreement_findings import (
     show_smoothing,
     show_sources,
 )  # fmt: skip
-from benchmark.lookahead_sources import ORACLE, DecodedText, Lookahead, decode, lookaheads
+from benchmark.lookahead_sources import ORACLE, DecodedText, Eagle3, Lookahead, decode, lookaheads
 from benchmark.selectors import Layer, token_mass
 from benchmark.texts import DECODED_TEXTS
 from benchmark.working_set import Smoothing, simulate, smooth
@@ -55,6 +60,8 @@ from test.reference.sparse_reference import SparseReference
 
 PRODUCT = LookaheadKVConfig.from_flags({})
 SUMMARY = SUMMARY_FORMATS[PRODUCT.summary_dtype]
+MATTERS, QUIET, MEMORY = 0.05, 0.01, 8
+"""A block matters suddenly when it has this mass, and had less than that in each of so many steps before."""
 LONGEST = 8192
 """Tokens that the model was trained on."""
 
@@ -67,6 +74,7 @@ class Blocks:
         startup: [L, H, N], scores for the last prompt queries.
         scores: source -> [m, L, H, N], scores for its lookahead queries.
         mass: [m, L, H, N], attention mass of the complete blocks in the predicted step; 0 for local ones.
+        sudden: [m, L, H, N] bool, blocks that matter in the predicted step and did not in those before.
         local: [L], mass of the local blocks.
         candidates: [m] int64, blocks [0, candidates) may be selected.
     """
@@ -74,6 +82,7 @@ class Blocks:
     startup: Tensor
     scores: Mapping[str, Tensor]
     mass: Tensor
+    sudden: Tensor
     local: Tensor
     candidates: Tensor
 
@@ -81,12 +90,14 @@ class Blocks:
     def build(cls, text: DecodedText, sources: Mapping[str, Lookahead]) -> Blocks:
         lengths = torch.arange(text.prompt, len(text.tokens))
         first_local = Windows(lengths, PRODUCT.block_size, PRODUCT.recent_blocks).next.first_local
-        startup, masses, scores = [], [], {source: [] for source in sources}
+        startup, masses, sudden = [], [], []
+        scores: dict[str, list[Tensor]] = {source: [] for source in sources}
         for index, keys in enumerate(text.keys):
             query = text.queries[index, 1:]
             mass = token_mass(query, keys, text.next_positions, text.scale)
             layer = Layer.build(query, mass, keys, text.next_positions, PRODUCT.block_size, text.scale)
             masses.append(layer.mean_mass().masked_fill(~layer.selectable()[:, None], 0))
+            sudden.append((masses[-1] >= MATTERS) & quiet_before(layer.mean_mass()))
             startup.append(rank(layer, text.startup[index][None], first_local[:1])[0])
             for source, lookahead in sources.items():
                 scores[source].append(rank(layer, lookahead.queries[index][:, None], first_local[1:]))
@@ -95,9 +106,15 @@ class Blocks:
             startup=torch.stack(startup),
             scores={source: torch.stack(layers, dim=1) for source, layers in scores.items()},
             mass=selectable,
+            sudden=torch.stack(sudden, dim=1),
             local=1 - selectable.sum(-1).mean((0, 2)),
             candidates=first_local[1:],
         )
+
+    def weights(self) -> Tensor:
+        """[m, 3, L, H, N]: attention mass, what matters suddenly, and what did in the step before."""
+        sudden = self.sudden.float()
+        return torch.stack([self.mass, sudden, pad(sudden, (0, 0, 0, 0, 0, 0, 1, 0))[:-1]], dim=1)
 
 
 def rank(layer: Layer, queries: Tensor, candidates: Tensor) -> Tensor:
@@ -105,6 +122,13 @@ def rank(layer: Layer, queries: Tensor, candidates: Tensor) -> Tensor:
     records = summarise(layer.blocks, SUMMARY).expand(len(queries), -1, -1, -1).contiguous()
     selector = find_selector(PRODUCT.selector)
     return rank_blocks(selector, queries, records, SUMMARY, candidates, layer.scale, sink_blocks=0)
+
+
+def quiet_before(mass: Tensor) -> Tensor:
+    """[m, H, N] bool: whether a block's `mass` [m, H, N] was small in all of the `MEMORY` steps before."""
+    loud = torch.ones_like(mass, dtype=torch.bool)
+    loud[MEMORY:] = (mass.unfold(0, MEMORY, 1)[:-1] >= QUIET).any(-1)
+    return ~loud
 
 
 def with_sinks(scores: Tensor) -> Tensor:
@@ -125,45 +149,46 @@ def captured(mass: Tensor, selected: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def measure(setup: Setup, reference: SparseReference, kind: str, window: int, tokens: list[int]) -> list[Measurement]:
+def measure(
+    setup: Setup, reference: SparseReference, drafter: Eagle3 | None, kind: str, window: int, tokens: list[int]
+) -> list[Measurement]:
     """Everything about one text."""
-    layers = () if setup.head is None else Head.load(setup.head)[0].shape.layers
-    text = decode(reference, tokens, setup.steps, layers or (0,))
-    sources = lookaheads(reference, text, setup.head)
+    text = decode(reference, tokens, setup.steps, drafter.head.shape.layers if drafter else ())
+    sources = lookaheads(reference, text, drafter)
     blocks = Blocks.build(text, sources)
-    hits = {source: token_hits(text, lookahead) for source, lookahead in sources.items()}
-    jobs = list(product(sources, setup.blocks))
+    about = partial(Measurement, text=kind, window=window, context=len(tokens), sudden_blocks=int(blocks.sudden.sum()))
     found = []
-    for source, k in report.progress(jobs, f"{kind} {window}, {len(tokens)} tokens"):
-        smoothings = SMOOTHINGS if k == setup.blocks[0] else (OFF, CHOSEN)
-        for smoothing, results in zip(smoothings, follow(blocks, source, smoothings, k), strict=True):
-            found.append(Measurement(kind, window, len(tokens), k, source, str(smoothing), hits[source], *results))
-    for k in setup.blocks:
-        agreement, mass = ideal(blocks, k)
-        found.append(Measurement(kind, window, len(tokens), k, IDEAL, str(OFF), None, agreement, mass, [], [], [], []))
-    return found
+    for source, k in report.progress(list(product(sources, setup.blocks)), f"{kind} {window}, {len(tokens)} tokens"):
+        smoothings = SMOOTHINGS if k == setup.blocks[0] else SHORTLIST
+        hits = token_hits(text, sources[source])
+        for smoothing, result in zip(smoothings, follow(blocks, source, smoothings, k), strict=True):
+            found.append(about(k=k, source=source, smoothing=str(smoothing), token_hits=hits, **result))
+    return found + [about(k=k, source=IDEAL, smoothing=str(OFF), **ideal(blocks, k)) for k in setup.blocks]
 
 
 def token_hits(text: DecodedText, lookahead: Lookahead) -> float | None:
     """How often the source's token was the text's."""
     if lookahead.tokens is None:
         return None
-    return float((lookahead.tokens == text.tokens[text.next_positions]).float().mean())
+    return round(float((lookahead.tokens == text.tokens[text.next_positions]).float().mean()), 4)
 
 
-def follow(blocks: Blocks, source: str, smoothings: Sequence[Smoothing], k: int) -> Iterator[list[list[float]]]:
-    """For every smoothing, the lists of a `Measurement` from `agreement` on."""
+def follow(blocks: Blocks, source: str, smoothings: Sequence[Smoothing], k: int) -> Iterator[dict[str, Any]]:
+    """For every smoothing, what a `Measurement` has of predictions and working sets."""
     given = blocks.scores[source]
     scores = with_sinks(torch.stack([smooth(given, blocks.startup, s) for s in smoothings], dim=1))
     selected = scores.topk(k).indices
     agreement = overlap(selected, best(blocks, k), scores.shape[-1])
-    mass = blocks.local + captured(blocks.mass, selected)
-    columns = [agreement, mass]
-    for cap in (fetch_cap(PRODUCT.fetch_ratio, k), k):
-        run = simulate(scores, with_sinks(blocks.startup), blocks.candidates, blocks.mass, k, cap)
-        columns += [blocks.local + run.mass, run.fetched]
-    for row in torch.stack(columns, dim=1):
-        yield [rounded(column) for column in row]
+    columns = {"agreement": agreement, "mass": blocks.local + captured(blocks.mass, selected)}
+    weights = blocks.weights()
+    whole = weights.sum(-1).mean((0, 3)).sum(-1)
+    for how, cap in zip(HOW, (fetch_cap(PRODUCT.fetch_ratio, k), k), strict=True):
+        run = simulate(scores, with_sinks(blocks.startup), blocks.candidates, weights, k, cap)
+        _, sudden, late = run.held.sum(-1) / whole[:, None]
+        columns |= {f"{how}_mass": blocks.local + run.held[0], f"{how}_fetched": run.fetched.mean(-1)}
+        columns |= {f"{how}_sudden": sudden, f"{how}_late": late}
+    for variant in range(len(smoothings)):
+        yield {name: rounded(column[variant]) for name, column in columns.items()}
 
 
 def best(blocks: Blocks, k: int) -> Tensor:
@@ -171,15 +196,26 @@ def best(blocks: Blocks, k: int) -> Tensor:
     return with_sinks(blocks.scores[ORACLE]).topk(k).indices
 
 
-def ideal(blocks: Blocks, k: int) -> tuple[list[float], list[float]]:
+def ideal(blocks: Blocks, k: int) -> dict[str, Any]:
     """Agreement and mass per layer of the K blocks of largest mass."""
     selected = blocks.mass.topk(k).indices[:, None]
     agreement = overlap(selected, best(blocks, k), blocks.mass.shape[-1])
-    return rounded(agreement[0]), rounded(blocks.local + captured(blocks.mass, selected)[0])
+    mass = blocks.local + captured(blocks.mass, selected)
+    return {"agreement": rounded(agreement[0]), "mass": rounded(mass[0])}
 
 
-def rounded(values: Tensor) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]
+def rounded(values: Tensor) -> list[float] | float | None:
+    """As JSON, where a number that is none is None."""
+    if values.ndim:
+        return [round(value, 4) for value in values.tolist()]
+    return None if values.isnan() else round(float(values), 4)
+
+
+def head_facts(folder: Path) -> dict[str, Any]:
+    """Where a head is, and what its training wrote about how long it was trained and how good it is."""
+    training = folder / "training.json"
+    facts = json.loads(training.read_text()) if training.exists() else {}
+    return {"folder": str(folder), "epochs": facts.get("epochs"), "held_out": facts.get("held_out")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -213,9 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for window, tokens in enumerate(DECODED_TEXTS[kind](tokenizer, setup.windows, context, setup.steps))
     ]
     reference = SparseReference.from_pretrained(path)
+    drafter = None if setup.head is None else Eagle3(*Head.load(setup.head))
     measurements: list[Measurement] = []
     for kind, window, tokens in report.progress(texts, "texts"):
-        measurements += measure(setup, reference, kind, window, tokens)
+        measurements += measure(setup, reference, drafter, kind, window, tokens)
 
     findings = Findings(setup, measurements)
     show_sources(findings)
@@ -226,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {
         "model": path.name,
         "transformers": transformers.__version__,
-        "setup": {**asdict(setup), "head": None if setup.head is None else str(setup.head)},
+        "setup": asdict(setup) | {"head": None if setup.head is None else head_facts(setup.head)},
         "product": asdict(PRODUCT),
         "claims": [asdict(claim) for claim in judged],
         "measurements": [asdict(m) for m in measurements],

@@ -1,10 +1,11 @@
-"""What `benchmark.agreement` finds: its numbers, the tables and the figure of them, and what they say about our claims."""
+"""What `benchmark.agreement` finds: numbers, tables, a figure, and what they say about our claims."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -18,9 +19,9 @@ from benchmark.working_set import Smoothing
 
 IDEAL = "ideal: true mass"
 OFF = Smoothing()
-CHOSEN = Smoothing(0.8, 2.0)
+SHORTLIST = (OFF, Smoothing(0.9, 2.0), Smoothing(0.9, 3.0))
 SMOOTHINGS = (OFF, *(Smoothing(decay, escape) for decay in (0.8, 0.9) for escape in (2.0, 3.0, None)))
-"""Measured at the first K; at the others, only off and the chosen one."""
+"""Measured at the first K; at the others, only the short list."""
 HOW = ("capped", "free")
 """With and without a limit on what a step may fetch."""
 SAVING, LOSS = 3.0, 0.3
@@ -56,30 +57,38 @@ class Measurement:
 
     Attributes:
         text, window, context: kind of text, its number, tokens.
+        sudden_blocks: blocks that matter all of a sudden, over all layers, KV heads and steps.
         k: blocks selected per KV head.
-        source: of the lookahead query, or `IDEAL`.
+        source: of the lookahead query, or `IDEAL`, which has no working set.
         smoothing: as shown.
-        token_hits: how often a guessed token was the text's; None where none is guessed.
         agreement: share of the predicted K blocks that the next query selects.
         mass: of the predicted and local blocks.
-        capped_mass, capped_fetched: of a working set that admits `fetch_cap` blocks a step, and blocks it fetches per KV
-            head and step.
-        free_mass, free_fetched: the same without a cap.
+        token_hits: how often a guessed token was the text's; None where none is guessed.
+        capped_mass, capped_fetched: of a working set that admits `fetch_cap` blocks a step, and blocks that it fetches
+            per KV head and step.
+        capped_sudden: part of the blocks that matter all of a sudden that this working set holds in that step.
+        capped_late: part of them that it holds in the step after.
+        free_mass, free_fetched, free_sudden, free_late: the same without a cap.
     """
 
     text: str
     window: int
     context: int
+    sudden_blocks: int
     k: int
     source: str
     smoothing: str
-    token_hits: float | None
     agreement: list[float]
     mass: list[float]
-    capped_mass: list[float]
-    capped_fetched: list[float]
-    free_mass: list[float]
-    free_fetched: list[float]
+    token_hits: float | None = None
+    capped_mass: list[float] = field(default_factory=list)
+    capped_fetched: float | None = None
+    capped_sudden: float | None = None
+    capped_late: float | None = None
+    free_mass: list[float] = field(default_factory=list)
+    free_fetched: float | None = None
+    free_sudden: float | None = None
+    free_late: float | None = None
 
 
 class Effect(NamedTuple):
@@ -89,11 +98,14 @@ class Effect(NamedTuple):
         mass: of the working set.
         points: how much that is above no smoothing, in points.
         fetched: blocks per KV head and step.
+        sudden, late: see `Measurement`.
     """
 
     mass: float
     points: float
     fetched: float
+    sudden: float
+    late: float
 
 
 class Findings:
@@ -119,18 +131,22 @@ class Findings:
         return [fmean(values) for values in zip(*(getattr(cell, column) for cell in cells), strict=True)]
 
     def mean(self, column: str, text: str, context: int, k: int, source: str, smoothing: Smoothing = OFF) -> float:
-        """Its mean over the layers."""
-        return fmean(self.layers(column, text, context, k, source, smoothing))
-
-    def token_hits(self, text: str, context: int, k: int, source: str) -> float | None:
-        hits = [m.token_hits for m in self._by_cell[text, context, k, source, str(OFF)]]
-        return fmean(h for h in hits if h is not None) if hits[0] is not None else None
+        """Its mean over the layers, or the mean of a column that is not per layer; nan where no text has a number."""
+        found = [getattr(cell, column) for cell in self._by_cell[text, context, k, source, str(smoothing)]]
+        numbers = [fmean(value) if isinstance(value, list) else value for value in found if value is not None]
+        return fmean(numbers) if numbers else nan
 
     def effect(self, how: str, text: str, context: int, k: int, source: str, smoothing: Smoothing) -> Effect:
         """What a smoothing does to a working set that is `how`, see `HOW`."""
-        mass = self.mean(f"{how}_mass", text, context, k, source, smoothing)
-        before = self.mean(f"{how}_mass", text, context, k, source)
-        return Effect(mass, 100 * (mass - before), self.mean(f"{how}_fetched", text, context, k, source, smoothing))
+        columns = [f"{how}_{name}" for name in ("mass", "fetched", "sudden", "late")]
+        mass, fetched, sudden, late = (self.mean(c, text, context, k, source, smoothing) for c in columns)
+        return Effect(mass, 100 * (mass - self.mean(columns[0], text, context, k, source)), fetched, sudden, late)
+
+    def points_below_ideal(self, text: str, context: int, k: int, source: str, smoothing: Smoothing) -> list[float]:
+        """How much less mass than the K best blocks have a capped working set holds, per layer, in points."""
+        held = self.layers("capped_mass", text, context, k, source, smoothing)
+        ideal = self.layers("mass", text, context, k, IDEAL)
+        return [100 * (best - mass) for best, mass in zip(ideal, held, strict=True)]
 
     def cells(self) -> list[tuple[str, int]]:
         """Every kind of text and context."""
@@ -153,30 +169,34 @@ def show_sources(findings: Findings) -> None:
 
 
 def _source_row(findings: Findings, text: str, context: int, k: int, source: str) -> Iterator[str]:
-    hits = findings.token_hits(text, context, k, source)
-    yield "-" if hits is None else f"{hits:.2f}"
+    hits = findings.mean("token_hits", text, context, k, source)
+    yield "-" if isnan(hits) else f"{hits:.2f}"
     columns = ("agreement", "mass", "capped_mass", "capped_fetched", "free_mass", "free_fetched")
     for column in columns if source != IDEAL else columns[:2]:
-        layers = findings.layers(column, text, context, k, source)
-        yield f"{fmean(layers):.2f}" if "fetched" in column else f"{fmean(layers):.4f}"
+        mean = findings.mean(column, text, context, k, source)
+        yield f"{mean:.2f}" if "fetched" in column else f"{mean:.4f}"
         if column in ("agreement", "mass", "capped_mass"):
-            yield f"{min(layers):.3f}"
+            yield f"{min(findings.layers(column, text, context, k, source)):.3f}"
 
 
 def show_smoothing(findings: Findings) -> None:
-    """A table per context and source: mass lost against no smoothing, in points, and blocks fetched, at the first K."""
-    k = findings.setup.blocks[0]
-    columns = ["smoothing", *(f"{text}\n{how}" for text in findings.setup.texts for how in ("capped", "free"))]
-    for context, source in product(findings.setup.contexts, findings.sources):
+    """A table per source, with and without a cap, at the first K and the longest context."""
+    k, context = findings.setup.blocks[0], max(findings.setup.contexts)
+    columns = ["smoothing"]
+    for text in findings.setup.texts:
+        columns += [f"{text}\npoints @ blocks", "held at\nonce/late"]
+    for source, how in product(findings.sources, HOW):
         rows = []
         for smoothing in SMOOTHINGS:
-            effects = [
-                findings.effect(how, text, context, k, source, smoothing)
-                for text in findings.setup.texts
-                for how in ("capped", "free")
-            ]
-            rows.append([str(smoothing), *(f"{effect.points:+.2f} @ {effect.fetched:.2f}" for effect in effects)])
-        report.show_table(f"{source}, {context} tokens, K={k}: points of mass @ blocks fetched", columns, rows)
+            row = [str(smoothing)]
+            for text in findings.setup.texts:
+                effect = findings.effect(how, text, context, k, source, smoothing)
+                row += [f"{effect.points:+.2f} @ {effect.fetched:.2f}", f"{effect.sudden:.2f}/{effect.late:.2f}"]
+            rows.append(row)
+        title = (
+            f"{source}, {how}, {context} tokens, K={k}: mass against no smoothing, blocks fetched, sudden blocks held"
+        )
+        report.show_table(title, columns, rows)
 
 
 @dataclass(frozen=True)
@@ -201,7 +221,7 @@ def claims(findings: Findings) -> list[Claim]:
     return [
         *(_beats_last_query(findings, context, k, source) for source in drafting),
         *(_smoothing_saves(findings, context, k, smoothing, how) for smoothing in SMOOTHINGS[1:] for how in HOW),
-        *(_near_ideal(findings, context, k, source, s) for source in findings.sources for s in (OFF, CHOSEN)),
+        *(_near_ideal(findings, context, k, source, s) for source in findings.sources for s in SHORTLIST),
     ]
 
 
@@ -232,9 +252,7 @@ def _smoothing_saves(findings: Findings, context: int, k: int, smoothing: Smooth
 def _near_ideal(findings: Findings, context: int, k: int, source: str, smoothing: Smoothing) -> Claim:
     holds, evidence = True, []
     for text in findings.setup.texts:
-        mass = findings.layers("capped_mass", text, context, k, source, smoothing)
-        ideal = findings.layers("mass", text, context, k, IDEAL)
-        gaps = [100 * (best - held) for best, held in zip(ideal, mass, strict=True)]
+        gaps = findings.points_below_ideal(text, context, k, source, smoothing)
         holds &= fmean(gaps) <= GAP and max(gaps) <= WORST_GAP
         evidence.append(f"{text} {fmean(gaps):.2f} points, worst layer {max(gaps):.2f} (layer {gaps.index(max(gaps))})")
     return Claim(
@@ -251,13 +269,14 @@ def draw(findings: Findings) -> Figure:
     figure = Figure(figsize=(15, 3.2 * len(texts)), layout="constrained")
     grid = figure.subplots(len(texts), 3, squeeze=False)
     for row, text in zip(grid, texts, strict=True):
-        _draw_layers(row[0], findings, "agreement", text, context, k, [*findings.sources[:-1], IDEAL])
-        _draw_layers(row[1], findings, "capped_mass", text, context, k, findings.sources)
-        row[1].plot(findings.layers("mass", text, context, k, IDEAL), "k:", label=IDEAL)
+        for source in (*findings.sources[:-1], IDEAL):
+            row[0].plot(findings.layers("agreement", text, context, k, source), label=source)
+        for source in findings.sources:
+            row[1].plot(findings.points_below_ideal(text, context, k, source, OFF), label=source)
         _draw_smoothing(row[2], findings, text, context, k)
         row[0].set(title=f"{text}: agreement with the next query", xlabel="layer")
-        row[1].set(title=f"{text}: mass of the working set, capped", xlabel="layer")
-        row[2].set(title=f"{text}: mass by traffic", xlabel="blocks fetched per KV head and step", xscale="log")
+        row[1].set(title=f"{text}: points of mass below the ideal, capped", xlabel="layer")
+        row[2].set(title=f"{text}: mass by traffic", xlabel="blocks fetched per KV head and step")
     for axes in grid[0]:
         axes.legend(fontsize="x-small")
     figure.suptitle(
@@ -265,13 +284,6 @@ def draw(findings: Findings) -> Figure:
         f"{findings.setup.steps - 1} predicted steps each"
     )
     return figure
-
-
-def _draw_layers(
-    axes: Axes, findings: Findings, column: str, text: str, context: int, k: int, sources: Sequence[str]
-) -> None:
-    for source in sources:
-        axes.plot(findings.layers(column, text, context, k, source), label=source)
 
 
 def _draw_smoothing(axes: Axes, findings: Findings, text: str, context: int, k: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -69,6 +68,18 @@ class Lookahead(NamedTuple):
     tokens: Tensor | None
 
 
+class Eagle3(NamedTuple):
+    """A trained EAGLE-3 head.
+
+    Attributes:
+        head: the head.
+        draft_tokens: [draft_vocab] int64, token id of each draft id.
+    """
+
+    head: Head
+    draft_tokens: Tensor
+
+
 class GuessAttention:
     """Every token attends to the text before its own position, and to itself; keeps the queries, [m, Hq, D] a layer.
 
@@ -106,7 +117,7 @@ def decode(reference: SparseReference, tokens: Sequence[int], steps: int, layers
         values=[layer.values[0] for layer in prompt.cache.layers],
         queries=torch.stack([query.transpose(0, 1) for query, _, _ in attention.layers]),
         startup=prompt.last_queries.transpose(1, 2),
-        features=torch.cat([torch.cat(outputs[layer]) for layer in layers], dim=-1),
+        features=torch.cat([torch.empty(len(tokens), 0), *(torch.cat(outputs[layer]) for layer in layers)], dim=-1),
         scale=attention.layers[0][2],
     )
 
@@ -128,7 +139,7 @@ def _outputs(reference: SparseReference, layers: Sequence[int]) -> Iterator[dict
 
 @torch.inference_mode()
 def guessed(reference: SparseReference, text: DecodedText, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [L, m, Hq, D] of `tokens` [m] in the places `positions` [m], and what the model expects after each, [m]."""
+    """Queries [L, m, Hq, D] of `tokens` [m] at `positions` [m], and what the model expects after each, [m] tokens."""
     attention = GuessAttention(text, positions)
     out = reference.model(tokens[None], position_ids=positions[None], use_cache=False, layer_attention=attention)
     return torch.stack(attention.queries), out.logits[0].argmax(-1)
@@ -155,17 +166,17 @@ def dual(reference: SparseReference, text: DecodedText) -> Lookahead:
 
 
 @torch.inference_mode()
-def eagle3(reference: SparseReference, text: DecodedText, head: Head, draft_tokens: Tensor) -> Lookahead:
+def eagle3(reference: SparseReference, text: DecodedText, drafter: Eagle3) -> Lookahead:
     """The head's first draft; for position t + 1 it has the features up to t - 1 and the token at t."""
     embeddings = reference.model.get_input_embeddings()(text.tokens[1:-1])
-    logits = head.next_drafts(embeddings, text.features[:-2], text.steps - 1)
-    drafts = draft_tokens[logits.argmax(-1)]
+    logits = drafter.head.next_drafts(embeddings, text.features[:-2], text.steps - 1)
+    drafts = drafter.draft_tokens[logits.argmax(-1)]
     return Lookahead(guessed(reference, text, drafts, text.next_positions)[0], drafts)
 
 
-def lookaheads(reference: SparseReference, text: DecodedText, head: Path | None) -> dict[str, Lookahead]:
-    """What every source predicts; without a head there is no EAGLE-3."""
+def lookaheads(reference: SparseReference, text: DecodedText, drafter: Eagle3 | None) -> dict[str, Lookahead]:
+    """What every source predicts; without a drafter there is no EAGLE-3."""
     found = {LAST_QUERY: last_query(text), DUAL: dual(reference, text)}
-    if head is not None:
-        found[EAGLE3] = eagle3(reference, text, *Head.load(head))
+    if drafter is not None:
+        found[EAGLE3] = eagle3(reference, text, drafter)
     return {**found, ORACLE: oracle(text)}

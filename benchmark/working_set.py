@@ -50,22 +50,22 @@ class Trajectory(NamedTuple):
     """Means over KV heads and the m predicted steps.
 
     Attributes:
-        mass: [V, L], attention mass of the selected blocks, without the local ones.
-        fetched: [V, L], blocks fetched per KV head and step.
+        held: [W, V, L], weight of the selected blocks.
+        fetched: [V, L], blocks fetched.
     """
 
-    mass: Tensor
+    held: Tensor
     fetched: Tensor
 
 
-def simulate(scores: Tensor, startup: Tensor, candidates: Tensor, mass: Tensor, k: int, cap: int) -> Trajectory:
+def simulate(scores: Tensor, startup: Tensor, candidates: Tensor, weights: Tensor, k: int, cap: int) -> Trajectory:
     """Let V working sets of K blocks for every layer and KV head follow V ways of scoring.
 
     Args:
         scores: [m, V, L, H, N] float32, -inf for blocks that are no candidates.
         startup: [L, H, N], choose the first working set.
         candidates: [m] int64, blocks [0, candidates) may be chosen.
-        mass: [m, L, H, N], attention mass of every block in the step that is predicted.
+        weights: [m, W, L, H, N], W things that every block may weigh in the step that is predicted, such as attention.
         k: blocks per KV head.
         cap: most blocks fetched per KV head and step.
     """
@@ -74,14 +74,15 @@ def simulate(scores: Tensor, startup: Tensor, candidates: Tensor, mass: Tensor, 
     maps = _maps(startup.repeat(variants, 1, 1).topk(k).indices, count)
     resident, host = torch.empty(len(rows), heads, k, 0), torch.empty(count, heads, 0)  # of keys without coordinates
     pages = torch.arange(count).expand(len(rows), count)
-    captured, fetched = torch.zeros(variants, layers), torch.zeros(variants, layers)
-    for step, (score, end, weight) in enumerate(zip(scores, candidates, mass, strict=True), start=1):
+    held, fetched = torch.zeros(weights.shape[1], variants, layers), torch.zeros(variants, layers)
+    for step, (score, end, weight) in enumerate(zip(scores, candidates, weights, strict=True), start=1):
         admissions = select_blocks(score.flatten(0, 1), end.repeat(len(rows)), rows, maps, step, cap)
         admit_blocks.reference(resident, maps, host, pages, rows, admissions, step)
-        held = maps.head_map.long().unflatten(0, (variants, layers))
-        captured += weight.expand(variants, -1, -1, -1).gather(-1, held).sum(-1).mean(-1)
+        slots = maps.head_map.long().unflatten(0, (variants, layers)).expand(len(weight), -1, -1, -1, -1)
+        every = weight[:, None].expand(-1, variants, -1, -1, -1)
+        held += every.gather(-1, slots).sum(-1).mean(-1)
         fetched += (admissions.blocks >= 0).sum(-1).float().mean(-1).unflatten(0, (variants, layers))
-    return Trajectory(captured / len(scores), fetched / len(scores))
+    return Trajectory(held / len(scores), fetched / len(scores))
 
 
 def _maps(selected: Tensor, count: int) -> Maps:
