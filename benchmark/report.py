@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -30,12 +31,13 @@ def save(name: str, record: Mapping[str, Any], figure: Figure | None = None) -> 
 
     Args:
         name: file name without its suffix.
-        record: JSON values.
+        record: JSON values; lists of numbers are written on one line.
         figure: not written when None.
     """
     RESULTS.mkdir(exist_ok=True)
     whole = {"command": command_line(), "machine": machine_facts(), **record}
-    (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    text = re.sub(r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(whole, indent=1))
+    (RESULTS / f"{name}.json").write_text(text + "\n")
     if figure is not None:
         figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
     rich.print(f"written: {os.path.relpath(RESULTS)}/{name}.json", "" if figure is None else "and .png")

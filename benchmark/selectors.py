@@ -13,8 +13,6 @@ them. Nothing is random.
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,9 +28,10 @@ from torch.nn.functional import pad
 from transformers import AutoTokenizer
 
 from benchmark import report
+from benchmark.texts import code, prose
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise, unpack
 from sglang_oasis.reference_model import reference_model_path
-from test.reference.corpus import Tokenizer, real_text_tokens
+from test.reference.corpus import Tokenizer
 from test.reference.sparse_reference import DenseAttention, SparseReference
 
 BUDGETS = (2048, 1024, 512)
@@ -68,21 +67,10 @@ class Setup:
         return torch.linspace(self.context - TAIL, self.context - 1, self.positions).round().long()
 
 
-def prose(tokenizer: Tokenizer, windows: int, context: int) -> list[list[int]]:
-    """Consecutive pieces of the Python language reference."""
-    tokens = real_text_tokens(tokenizer, windows * context)
-    return [tokens[i * context : (i + 1) * context] for i in range(windows)]
-
-
-def code(tokenizer: Tokenizer, windows: int, context: int) -> list[list[int]]:
-    """The beginnings of large modules of Python's standard library."""
-    if windows > len(CODE_MODULES):
-        raise ValueError(f"there are {len(CODE_MODULES)} source files, {windows} were asked for")
-    sources = [inspect.getsource(importlib.import_module(name)) for name in CODE_MODULES[:windows]]
-    return [list(tokenizer.encode(source))[:context] for source in sources]
-
-
-TEXTS: Mapping[str, Callable[[Tokenizer, int, int], list[list[int]]]] = {"prose": prose, "code": code}
+TEXTS: Mapping[str, Callable[[Tokenizer, int, int], list[list[int]]]] = {
+    "prose": prose,
+    "code": partial(code, modules=CODE_MODULES),
+}
 
 
 class CapturedAttention(DenseAttention):

@@ -76,7 +76,7 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "lookahead_kv_smoothing",
-        0.8,
+        0.9,
         float,
         "Weight of the past in the running average of a block's scores, in [0, 1): near-ties move no blocks; 0 = off.",
     ),

@@ -7,10 +7,14 @@ trains it on what it will see: its own outputs, one to several steps deep ("trai
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,6 +54,21 @@ class HeadShape:
             layers=layers,
         )
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> HeadShape:
+        """The shape in a checkpoint's config.json, see `Head.config`."""
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_parameters"]["rope_theta"],
+            draft_vocab=config["draft_vocab_size"],
+            layers=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+        )
+
 
 class Head(nn.Module):
     """The trainable part; the embedding stays the target's.
@@ -77,6 +96,20 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(size, shape.draft_vocab, bias=False)
 
+    @classmethod
+    def load(cls, folder: Path) -> tuple[Head, Tensor]:
+        """The head of a checkpoint, float32, and the token id of each draft id, [draft_vocab] int64."""
+        head = cls(HeadShape.from_config(json.loads((folder / "config.json").read_text())))
+        stored = load_file(folder / "model.safetensors")
+        draft_tokens = stored.pop("d2t") + torch.arange(head.shape.draft_vocab)
+        del stored["t2d"]
+        own = {
+            name.removeprefix("midlayer.").removeprefix("self_attn.").removeprefix("mlp."): tensor.float()
+            for name, tensor in stored.items()
+        }
+        head.load_state_dict(own)
+        return head.eval(), draft_tokens
+
     def drafts(self, embeddings: Tensor, features: Tensor, depth: int) -> list[Tensor]:
         """Logits of `depth` drafts in a row, from every position.
 
@@ -98,16 +131,36 @@ class Head(nn.Module):
             logits.append(self.lm_head(self.norm(hidden)))
         return logits
 
+    def next_drafts(self, embeddings: Tensor, features: Tensor, count: int) -> Tensor:
+        """Logits of the first draft from the last `count` positions only, which a long context has memory for.
+
+        Args:
+            embeddings: [T, hidden], of the token after each position.
+            features: [T, layers * hidden], the target's, of each position.
+            count: positions.
+
+        Returns:
+            [count, draft_vocab], the last of what `drafts` gives with depth 1.
+        """
+        hidden = self.fc(features)[None]
+        both = self._inputs(embeddings[None], hidden)
+        first = len(features) - count
+        query = self._heads(self.q_proj(both[:, first:]), self.shape.heads, first)
+        keys, values = self._keys(both, 0), self._values(both)
+        causal = torch.ones(count, len(features), dtype=torch.bool).tril(first)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=causal, enable_gqa=True)
+        return self.lm_head(self.norm(self._outputs(hidden[:, first:], out)))[0]
+
     def _layer(self, embeddings: Tensor, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """The decoder layer at draft `step`; what it adds to `keys` and `values` the later steps attend to.
 
         A position attends to the features of all positions up to its own, and to its own earlier drafts.
         """
-        batch, length, _ = hidden.shape
-        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+        length = hidden.shape[1]
+        both = self._inputs(embeddings, hidden)
         query = self._heads(self.q_proj(both), self.shape.heads, step)
-        keys.append(self._heads(self.k_proj(both), self.shape.kv_heads, step))
-        values.append(self.v_proj(both).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2))
+        keys.append(self._keys(both, step))
+        values.append(self._values(both))
         group = self.shape.heads // self.shape.kv_heads
         wide_keys = [key.repeat_interleave(group, 1) for key in keys]
         wide_values = [value.repeat_interleave(group, 1) for value in values]
@@ -119,19 +172,33 @@ class Head(nn.Module):
         out = weights[..., :length] @ wide_values[0]
         for i, value in enumerate(wide_values[1:]):
             out = out + weights[..., length + i, None] * value
-        hidden = hidden + self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return self._outputs(hidden, out)
+
+    def _inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """[b, T, 2 * hidden]: what queries, keys and values are made of."""
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+
+    def _keys(self, both: Tensor, first: int) -> Tensor:
+        return self._heads(self.k_proj(both), self.shape.kv_heads, first)
+
+    def _values(self, both: Tensor) -> Tensor:
+        return self.v_proj(both).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2)
+
+    def _outputs(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The layer's output from its input [b, T, hidden] and what attention gave, [b, heads, T, D]."""
+        hidden = hidden + self.o_proj(out.transpose(1, 2).flatten(2))
         inner = self.post_attention_layernorm(hidden)
         return hidden + self.down_proj(F.silu(self.gate_proj(inner)) * self.up_proj(inner))
 
-    def _heads(self, flat: Tensor, heads: int, step: int) -> Tensor:
-        """[b, T, heads * D] -> [b, heads, T, D], rotated to positions step, step + 1, ..."""
+    def _heads(self, flat: Tensor, heads: int, first: int) -> Tensor:
+        """[b, T, heads * D] -> [b, heads, T, D], rotated to positions first, first + 1, ..."""
         vectors = flat.unflatten(-1, (heads, -1)).transpose(1, 2)
         half = self.shape.head_dim // 2
         frequency = self.shape.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
-        angle = (torch.arange(vectors.shape[2]) + step)[:, None] * frequency
+        angle = (torch.arange(vectors.shape[2]) + first)[:, None] * frequency
         cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)
-        first, second = vectors[..., :half], vectors[..., half:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first_half, second_half = vectors[..., :half], vectors[..., half:]
+        return torch.cat([first_half * cos - second_half * sin, second_half * cos + first_half * sin], dim=-1)
 
     def checkpoint(self, draft_tokens: Tensor, vocab: int) -> dict[str, Tensor]:
         """The tensors under the names that SGLang loads, bfloat16.

@@ -41,7 +41,7 @@ NARROW_TIE, WIDE_TIE = 1e-3, 0.1
 FEWEST_NARROW = 0.99
 FEWEST_IDENTICAL = 0.999
 
-SMOOTHING, ESCAPE = 0.8, 2.0
+SMOOTHING, ESCAPE = 0.9, 3.0
 POLICIES = {
     "fetch": ("--lookahead-kv-miss-policy", "fetch"),
     "drop": (

@@ -55,5 +55,5 @@ def test_near_ties_do_not_change_places() -> None:
 
 
 def test_a_block_that_suddenly_matters_ranks_first_at_once() -> None:
-    calm, sudden = [0.30, 0.28, 0.02], [0.1, 0.1, 0.8]
+    calm, sudden = [0.30, 0.28, 0.02], [0.02, 0.01, 0.97]
     assert ranks_first([calm, calm, sudden], 0.9) == [0, 0, 2]

@@ -74,10 +74,12 @@ def _block_scores(
 
 
 @smooth_scores.register("cpu")
-def _smooth_scores(averages: Tensor, rows: Tensor, scores: Tensor, candidates: Tensor, decay: float) -> None:
+def _smooth_scores(
+    averages: Tensor, rows: Tensor, scores: Tensor, candidates: Tensor, decay: float, escape: float = ESCAPE
+) -> None:
     if kernels() is None or not scores.is_contiguous():
         return NotImplemented
-    kernels().smooth_scores(averages, rows, scores, candidates, decay, ESCAPE)
+    kernels().smooth_scores(averages, rows, scores, candidates, decay, escape)
     return None
 
 
