@@ -6,7 +6,6 @@ with N blocks; what is predicted in steps 0 to m - 1 serves steps 1 to m.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +14,10 @@ from torch import Tensor
 
 from sglang_oasis.ops.eviction import Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import smooth_scores
+
+
+NO_ESCAPE = 1e9
+"""So many times what it takes to be selected is more than a score can be."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def smooth(scores: Tensor, startup: Tensor, smoothing: Smoothing) -> Tensor:
     rows, candidates = torch.arange(layers), torch.full((layers,), count)
     averages, found = startup.contiguous().clone(), scores.contiguous().clone()
     for score in found:
-        smooth_scores(averages, rows, score, candidates, smoothing.decay, smoothing.escape or math.inf)
+        smooth_scores(averages, rows, score, candidates, smoothing.decay, smoothing.escape or NO_ESCAPE)
     return found
 
 

@@ -28,7 +28,7 @@ def smooth_scores(
         scores: [n, H, M] float32, M <= N; those of blocks that are no candidates stay what they are.
         candidates: [n] int64, blocks [0, candidates) of each row have scores.
         decay: weight of the past, in [0, 1).
-        escape: at least 1, infinity for none.
+        escape: at least 1.
     """
     width = scores.shape[-1]
     candidate = (torch.arange(width, device=scores.device) < candidates.to(scores.device)[:, None])[:, None]
