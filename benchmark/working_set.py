@@ -15,7 +15,6 @@ from torch import Tensor
 from sglang_oasis.ops.eviction import Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import smooth_scores
 
-
 NO_ESCAPE = 1e9
 """So many times what it takes to be selected is more than a score can be."""
 
