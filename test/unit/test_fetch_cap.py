@@ -17,30 +17,35 @@ class Machine:
 
     Args:
         rate: of the link, bytes per second.
+        late: seconds of prediction that each step waits for before it waits for its transfers, on a busy processor.
     """
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
+    def __init__(self, rate: float, late: float = 0.0) -> None:
+        self.rate, self.late = rate, late
+        self.predicting = 0.0
         self.now = self.transfer = self.stalled = 0.0
         self.fetched = self.deferred = 0
         self.cap = AdaptiveCap(self.statistics, SELECTED, HEADS, CHUNK, 1, lambda: self.now)
 
     def statistics(self) -> PipelineStatistics:
-        seconds = {"predict": 0.0, "select": 0.0, "transfer": self.transfer}
+        seconds = {"predict": self.predicting, "select": 0.0, "transfer": self.transfer}
         return PipelineStatistics(self.fetched, self.deferred, 0, self.stalled, seconds)
 
-    def run(self, steps: int, missing: int, rows: int = 1) -> float:
-        """`missing` blocks per head want in each step; returns the part of the time that was waited."""
+    def run(self, steps: int, missing: int, rows: int = 1, idle: int = 0) -> float:
+        """`missing` blocks want in each step, per head of all rows but `idle`; returns the part of the time waited."""
         begun, stalled = self.now, self.stalled
         for _ in range(steps):
             self.cap.begin_step(rows)
             fetched = min(missing, self.cap.blocks(SELECTED))
-            transfer = fetched * HEADS * rows * CHUNK / self.rate
-            self.fetched += fetched * HEADS * rows
-            self.deferred += (missing - fetched) * HEADS * rows
+            heads = HEADS * (rows - idle)
+            transfer = fetched * heads * CHUNK / self.rate
+            self.fetched += fetched * heads
+            self.deferred += (missing - fetched) * heads
             self.transfer += transfer
-            self.stalled += max(0.0, transfer - STEP)
-            self.now += max(STEP, transfer)
+            waited = self.late + transfer if self.late else max(0.0, transfer - STEP)
+            self.predicting += self.late
+            self.stalled += waited
+            self.now += STEP + waited
         return (self.stalled - stalled) / (self.now - begun)
 
 
@@ -71,6 +76,15 @@ def test_what_the_link_moves_in_a_step_bounds_it() -> None:
     assert machine.cap.blocks(SELECTED) < most / 8
 
 
+def test_a_row_may_use_what_the_others_do_not() -> None:
+    machine = Machine(rate=1e9)
+    machine.run(50, missing=SELECTED, rows=8)
+    shared = machine.cap.blocks(SELECTED)
+    machine.run(50, missing=SELECTED, rows=8, idle=7)
+    assert machine.cap.blocks(SELECTED) > 4 * shared
+    assert machine.run(50, missing=SELECTED, rows=8, idle=7) < 0.05
+
+
 def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:
     machine = Machine(rate=1e9)
     machine.run(50, missing=40, rows=2)
@@ -82,6 +96,21 @@ def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:
     machine.rate *= 10
     machine.run(100, missing=40, rows=2)
     assert machine.cap.blocks(SELECTED) >= before
+
+
+def test_waiting_for_predictions_is_not_blamed_on_the_link() -> None:
+    machine = Machine(rate=5e9, late=STEP / 4)
+    machine.run(50, missing=2 * LEAST)
+    assert machine.cap.blocks(SELECTED) > LEAST
+
+
+def test_a_link_that_was_too_slow_for_one_block_is_used_again_as_soon_as_another() -> None:
+    machine = Machine(rate=1e6)
+    machine.run(500, missing=40)
+    assert machine.cap.blocks(SELECTED) == 1
+    machine.rate = 5e9
+    machine.run(60, missing=40)
+    assert machine.cap.blocks(SELECTED) > 30
 
 
 def test_a_layer_never_gets_more_than_it_has_slots_nor_less_than_one() -> None:

@@ -17,7 +17,7 @@ from sglang_oasis.tier.layout import fetch_cap
 LINK_SHARE = 0.5
 """Part of a step that transfers may take; prediction and selection run in the same threads."""
 STALLED = 0.02
-"""Part of a step that waiting may take before the cap shrinks."""
+"""Part of a step that waiting for the link may take before the cap shrinks."""
 STALE = 0.01
 """Part of the selected blocks that may be missing before the cap grows."""
 MEMORY = 8
@@ -54,6 +54,8 @@ class FixedCap:
 class AdaptiveCap:
     """Grows while blocks are missing, as far as the link allows, and shrinks when layers wait for it.
 
+    The link is shared: while few heads miss blocks, after a change of topic in one row, these may fetch more.
+
     Args:
         statistics: of the pipeline, sums since start-up.
         selected: K.
@@ -80,6 +82,7 @@ class AdaptiveCap:
         self._clock = clock
         self._needed = self._least = float(fetch_cap(DEFAULT_FETCH_RATIO, selected))
         self._share = LINK_SHARE
+        self._used = 1.0  # part of the cap that is fetched, the mean over heads; rises at once and sinks slowly
         self._heads = 0  # of the step at hand, over its rows
         self._step_seconds: float | None = None
         self._link_rate: float | None = None
@@ -100,19 +103,29 @@ class AdaptiveCap:
         return max(1, min(int(self._needed), self._affordable(), selected))
 
     def _affordable(self) -> int:
-        """Blocks per head that the link moves in its share of a step."""
-        if self._link_rate is None or self._step_seconds is None or not self._heads:
+        """The cap with which the heads together fetch what the link moves in its share of a step."""
+        if self._link_rate is None or self._step_seconds is None or not self._heads or not self._used:
             return self._selected
         blocks = self._link_rate * self._threads * self._step_seconds * self._share / self._chunk_bytes
-        return int(blocks / self._heads)
+        return min(int(blocks / self._heads / self._used), self._selected)
 
     def _learn(self, seconds: float, before: PipelineStatistics, after: PipelineStatistics) -> None:
-        self._step_seconds = _mean(self._step_seconds, seconds)
-        fetched, transfer = after.fetched - before.fetched, after.seconds["transfer"] - before.seconds["transfer"]
+        stages = {name: total - before.seconds[name] for name, total in after.seconds.items()}
+        fetched, transfer = after.fetched - before.fetched, stages["transfer"]
+        used = min(1.0, fetched / self._heads / self.blocks(self._selected))
+        self._used = max(used, _mean(self._used, used))
         if fetched and transfer > 0:
             self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
-        stalled = (after.stall_seconds - before.stall_seconds) / seconds
-        self._share = self._share / 2 if stalled > STALLED else min(LINK_SHARE, self._share * 1.1)
+        waited = after.stall_seconds - before.stall_seconds
+        # A step that waits for the link must not seem to leave it more time.
+        self._step_seconds = _mean(self._step_seconds, seconds - waited)
+        # Of a task that begins late, for want of a core, a layer waits for all stages; the link has a part in one.
+        busy = sum(stages.values())
+        stalled = waited / seconds * transfer / busy if busy else 0.0
+        if stalled <= STALLED:
+            self._share = min(LINK_SHARE, self._share * 1.1)
+        elif self._affordable() > 1:  # less would not shrink the cap, but take long to grow again
+            self._share /= 2
         missing = (after.deferred - before.deferred) / self._heads / self._selected
         if missing > STALE:
             self._needed = min(2 * self._needed, float(self._selected))

@@ -30,6 +30,17 @@ void yield_to_the_forward_pass() {
 #endif
 }
 
+// Returns `seconds` after `start`, on the average of many calls of a thread: a sleep takes longer than a block takes on the
+// links that this stands for, so what one sleep took too long the next ones do not take. Beyond a millisecond the thread was
+// kept from its core, and a link would have had nothing to do.
+void sleep_through(Clock::time_point start, double seconds) {
+  thread_local Clock::duration overslept{};
+  const std::chrono::duration<double> asked(seconds);
+  const auto end = start + std::chrono::duration_cast<Clock::duration>(asked) - overslept;
+  std::this_thread::sleep_until(end);
+  overslept = std::min<Clock::duration>(Clock::now() - end, std::chrono::milliseconds(1));
+}
+
 }  // namespace
 
 Pipeline::Pipeline(int threads, const Selector& selector) : selector_(selector) {
@@ -195,10 +206,8 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   for (const Admission& admission : admissions)
     admit(layer.resident, layer.host, row, head, step.pages[entry * step.pages_stride + admission.block], admission,
           step.number);
-  if (const double rate = bytes_per_second_.load(std::memory_order_relaxed); rate > 0) {
-    const double seconds = static_cast<double>(admissions.size()) * 2 * layer.host.half_chunk_bytes() / rate;
-    std::this_thread::sleep_until(start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
-  }
+  if (const double rate = bytes_per_second_.load(std::memory_order_relaxed); rate > 0)
+    sleep_through(start, static_cast<double>(admissions.size()) * 2 * layer.host.half_chunk_bytes() / rate);
   counters.fetched += admissions.size();
   counters.stage_ns[2] += ns_since(start);
 }
