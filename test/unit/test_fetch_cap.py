@@ -31,15 +31,16 @@ class Machine:
         seconds = {"predict": self.predicting, "select": 0.0, "transfer": self.transfer}
         return PipelineStatistics(self.fetched, self.deferred, 0, self.stalled, seconds)
 
-    def run(self, steps: int, missing: int, rows: int = 1) -> float:
-        """`missing` blocks per head want in each step; returns the part of the time that was waited."""
+    def run(self, steps: int, missing: int, rows: int = 1, idle: int = 0) -> float:
+        """`missing` blocks want in each step, per head of all rows but `idle`; returns the part of the time waited."""
         begun, stalled = self.now, self.stalled
         for _ in range(steps):
             self.cap.begin_step(rows)
             fetched = min(missing, self.cap.blocks(SELECTED))
-            transfer = fetched * HEADS * rows * CHUNK / self.rate
-            self.fetched += fetched * HEADS * rows
-            self.deferred += (missing - fetched) * HEADS * rows
+            heads = HEADS * (rows - idle)
+            transfer = fetched * heads * CHUNK / self.rate
+            self.fetched += fetched * heads
+            self.deferred += (missing - fetched) * heads
             self.transfer += transfer
             waited = self.late + transfer if self.late else max(0.0, transfer - STEP)
             self.predicting += self.late
@@ -73,6 +74,15 @@ def test_what_the_link_moves_in_a_step_bounds_it() -> None:
     assert 0.3 * most < machine.cap.blocks(SELECTED) < most
     machine.run(50, missing=SELECTED, rows=8)
     assert machine.cap.blocks(SELECTED) < most / 8
+
+
+def test_a_row_may_use_what_the_others_do_not() -> None:
+    machine = Machine(rate=1e9)
+    machine.run(50, missing=SELECTED, rows=8)
+    shared = machine.cap.blocks(SELECTED)
+    machine.run(50, missing=SELECTED, rows=8, idle=7)
+    assert machine.cap.blocks(SELECTED) > 4 * shared
+    assert machine.run(50, missing=SELECTED, rows=8, idle=7) < 0.05
 
 
 def test_a_slow_link_stalls_little_and_a_fast_one_is_used_again() -> None:

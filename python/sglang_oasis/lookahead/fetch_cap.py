@@ -56,6 +56,8 @@ class FixedCap:
 class AdaptiveCap:
     """Grows while blocks are missing, as far as the link allows, and shrinks when layers wait for it.
 
+    The link is shared: while few heads miss blocks, after a change of topic in one row, these may fetch more.
+
     Args:
         statistics: of the pipeline, sums since start-up.
         selected: K.
@@ -82,6 +84,7 @@ class AdaptiveCap:
         self._clock = clock
         self._needed = self._least = float(fetch_cap(DEFAULT_FETCH_RATIO, selected))
         self._share = LINK_SHARE
+        self._used = 1.0  # part of the cap that is fetched, the mean over heads; rises at once and sinks slowly
         self._heads = 0  # of the step at hand, over its rows
         self._step_seconds: float | None = None
         self._link_rate: float | None = None
@@ -102,15 +105,17 @@ class AdaptiveCap:
         return max(1, min(int(self._needed), self._affordable(), selected))
 
     def _affordable(self) -> int:
-        """Blocks per head that the link moves in its share of a step."""
-        if self._link_rate is None or self._step_seconds is None or not self._heads:
+        """The cap with which the heads together fetch what the link moves in its share of a step."""
+        if self._link_rate is None or self._step_seconds is None or not self._heads or not self._used:
             return self._selected
         blocks = self._link_rate * self._threads * self._step_seconds * self._share / self._chunk_bytes
-        return int(blocks / self._heads)
+        return min(int(blocks / self._heads / self._used), self._selected)
 
     def _learn(self, seconds: float, before: PipelineStatistics, after: PipelineStatistics) -> None:
         stages = {name: total - before.seconds[name] for name, total in after.seconds.items()}
         fetched, transfer = after.fetched - before.fetched, stages["transfer"]
+        used = min(1.0, fetched / self._heads / self.blocks(self._selected))
+        self._used = max(used, _mean(self._used, used))
         if fetched and transfer > 0:
             self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
         waited = after.stall_seconds - before.stall_seconds
