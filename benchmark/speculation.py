@@ -7,6 +7,8 @@ All servers run at the same time, sleep while they have nothing to do, and take 
 machine slows them all; factors are medians of ratios within one turn. The prompts are in the prefix cache. A batch is
 sent twice, with a few output tokens and with many; the difference is the time of the steps in between.
 
+NGRAM remembers the answers of earlier turns, and these are the same: what it gains here is the most that it can gain.
+
 "Same bytes": the device KV bytes that hold the full KV cache of R requests, as the dense backend's pool, and as the
 resident tiers of lookahead KV, the draft model's included. Each server decodes as many requests at once as fit.
 """
