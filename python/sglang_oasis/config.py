@@ -279,7 +279,8 @@ def _source(asked: str, speculation: Speculation) -> str:
     if asked == DRAFT and available != DRAFT:
         _refuse("lookahead_kv_source", asked, "drafts come from --speculative-algorithm EAGLE3 or NGRAM, add it")
     if asked == DUAL and available == DRAFT:
-        _refuse("lookahead_kv_source", asked, f"it takes the place of --speculative-algorithm {speculation.algorithm}")
+        other = f"--speculative-algorithm {speculation.algorithm}"
+        _refuse("lookahead_kv_source", asked, f"it takes the place of {other}, leave one of them out")
     return available if asked == AUTO else asked
 
 

@@ -41,7 +41,6 @@ ACCEPTED: dict[tuple[str, ...], str] = {
     (*LOOKAHEAD, "--speculative-algorithm", "ngram", *NGRAM[2:]): "NGRAM",
     (*LOOKAHEAD, "--speculative-algorithm", "lookahead_dual"): "LOOKAHEAD_DUAL",
     (*LOOKAHEAD, *NGRAM, "--lookahead-kv-reject-drafts"): "NGRAM",
-    (*LOOKAHEAD, *EAGLE3, *HEAD, "--speculative-draft-kv-cache-dtype", "bf16"): "EAGLE3",
     (*DENSE, "--speculative-algorithm", "ngram", *NGRAM[2:]): "NGRAM",
 }
 NO_DRAFTS = "--lookahead-kv-reject-drafts has no effect without drafts"
@@ -50,14 +49,17 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*DENSE, *EAGLE3): "--speculative-algorithm EAGLE3 needs a draft model",
     (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/nowhere"): "it does not exist: check --speculative-draft-model-path.",
     (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/proc"): "config.json is missing: check --speculative-draft-model-path.",
+    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "MODEL"): "is no EAGLE-3 head but LlamaForCausalLM: give",
+    (*LOOKAHEAD, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
+    (*LOOKAHEAD, *NGRAM, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
     (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "0"): "--speculative-num-steps 0 is not possible",
     (*LOOKAHEAD, *EAGLE3, *HEAD, TOKENS, "1"): "--speculative-num-draft-tokens 1 is not possible",
     (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "20"): "--speculative-num-draft-tokens 21 is not possible",
     (*LOOKAHEAD, *EAGLE3, *HEAD, "--speculative-draft-attention-backend", "triton"): (
         "does not work with --speculative-draft-attention-backend triton: remove it."
     ),
-    (*LOOKAHEAD, *EAGLE3, *HEAD, "--speculative-draft-kv-cache-dtype", "fp8_e4m3"): (
-        "does not work with --speculative-draft-kv-cache-dtype fp8_e4m3: remove it."
+    (*LOOKAHEAD, *EAGLE3, *HEAD, "--speculative-draft-kv-cache-dtype", "bf16"): (
+        "does not work with --speculative-draft-kv-cache-dtype bf16: remove it."
     ),
     (*LOOKAHEAD, *EAGLE3, *HEAD, "--enable-multi-layer-eagle"): "does not work with --enable-multi-layer-eagle",
     (*LOOKAHEAD, "--speculative-algorithm", "standalone"): "does not work with --speculative-algorithm standalone",
@@ -87,8 +89,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
     shutil.copytree(head, short_head)
     config = json.loads((head / "config.json").read_text())
     (short_head / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    folders = {"HEAD": str(head), "SHORT HEAD": str(short_head)}
     model = str(truncated_model_path(4))
+    folders = {"HEAD": str(head), "SHORT HEAD": str(short_head), "MODEL": model}
 
     def command(line: tuple[str, ...]) -> list[str]:
         return ["--model-path", model, *(folders.get(word, word) for word in line)]

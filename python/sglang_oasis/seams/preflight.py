@@ -8,6 +8,7 @@ model_config_of), `configs/model_config.ModelConfig`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,13 @@ def _check_draft_model(server_args: Any) -> None:
         )
     load_format = server_args.speculative_draft_load_format or server_args.load_format
     _check_folder("--speculative-draft-model-path", path, load_format)
+    config = Path(path) / "config.json"
+    architectures = json.loads(config.read_text()).get("architectures", []) if config.is_file() else []
+    if config.is_file() and not any("eagle3" in name.lower() for name in architectures):
+        raise LookaheadKVError(
+            f"--speculative-draft-model-path {path} is no EAGLE-3 head but {', '.join(architectures) or 'unnamed'}: "
+            f"give the folder of a head that was trained for the model."
+        )
 
 
 def _check_drafts(server_args: Any) -> None:
@@ -173,6 +181,12 @@ def _check_drafts(server_args: Any) -> None:
     algorithm = algorithm_of(server_args)
     if algorithm not in (*_ALGORITHMS, DUAL_ALGORITHM if enabled(server_args) else None):
         raise _does_not_work_with(server_args, "speculative_algorithm")
+    path = server_args.speculative_draft_model_path
+    if path is not None and algorithm != EAGLE3:
+        raise LookaheadKVError(
+            f"--speculative-draft-model-path {path} has no effect without --speculative-algorithm {EAGLE3}: add it or "
+            f"leave the path out."
+        )
     steps = server_args.speculative_num_steps
     if algorithm == EAGLE3 and steps is not None and steps < 1:
         raise LookaheadKVError(f"--speculative-num-steps {steps} is not possible: give 1 or more.")
