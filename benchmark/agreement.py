@@ -50,7 +50,7 @@ from benchmark.texts import DECODED_TEXTS
 from benchmark.working_set import Smoothing, simulate, smooth
 from scripts.eagle3.head import Head
 from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.lookahead.selector import find_selector, rank_blocks
+from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.ops import native
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, summarise
 from sglang_oasis.reference_model import reference_model_path
@@ -120,8 +120,7 @@ class Blocks:
 def rank(layer: Layer, queries: Tensor, candidates: Tensor) -> Tensor:
     """[m, H, N]: the product's scores, before the sinks are set to infinity, for `queries` [m, Q, Hq, D]."""
     records = summarise(layer.blocks, SUMMARY).expand(len(queries), -1, -1, -1).contiguous()
-    selector = find_selector(PRODUCT.selector)
-    return rank_blocks(selector, queries, records, SUMMARY, candidates, layer.scale, sink_blocks=0)
+    return find_selector(PRODUCT.selector)(queries, records, SUMMARY, candidates, layer.scale)
 
 
 def quiet_before(mass: Tensor) -> Tensor:

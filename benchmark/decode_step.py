@@ -137,8 +137,8 @@ def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -
     return (*common, "--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(budget), *options.lookahead)
 
 
-def generate(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Seconds that the prompts take together."""
+def generate(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds that the prompts take together, and what is known of each answer."""
     start = time.perf_counter()
     response = server.post(
         "/generate",
@@ -146,7 +146,7 @@ def generate(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> f
         sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
     )
     response.raise_for_status()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, [answer["meta_info"] for answer in response.json()]
 
 
 def clocks(server: Server) -> dict[str, Any]:
@@ -166,9 +166,10 @@ def clocks(server: Server) -> dict[str, Any]:
 
 def measure(server: Server, prompts: Sequence[Sequence[int]], steps: int) -> Sample:
     """Time the steps between FEW and FEW + steps output tokens."""
-    short = generate(server, prompts, FEW)
+    short, _ = generate(server, prompts, FEW)
     before = clocks(server)
-    wall = 1e3 * (generate(server, prompts, FEW + steps) - short) / steps
+    long, _ = generate(server, prompts, FEW + steps)
+    wall = 1e3 * (long - short) / steps
     after = clocks(server)
     taken = max(1, after["steps"] - before["steps"])
     parts = dict.fromkeys(PARTS, 0.0)

@@ -18,25 +18,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from benchmark import report
+from benchmark.decode_step import FEW, generate
 from benchmark.serving import kv_bytes_per_token
-from scripts.eagle3.prompts import chat_prompts
+from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
 from test.e2e.server import Server, launch_server
 from test.reference.corpus import real_text_tokens
 
 PAGE = 16
-FEW = 8
-"""Output tokens of the short run."""
 HEAD = Path(__file__).parent.parent / "assets" / "eagle3-smollm2-135m"
 DRAFT_TOKENS = 5
 """Most tokens that a step may write beyond its end."""
@@ -144,21 +142,11 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
     found = []
     for i, question in enumerate(questions):
         document = tokenizer.decode(text[i * options.context : (i + 1) * options.context])
-        wrapped = [{"role": "user", "content": f"{document}\n\nForget the text above. {question}"}]
-        ids = tokenizer.apply_chat_template(wrapped, add_generation_prompt=True, return_dict=False)
+        ids = question_tokens(tokenizer, f"{document}\n\nForget the text above. {question}")
         if len(ids) < options.context:
             raise ValueError(f"a prompt has {len(ids)} tokens, {options.context} are needed")
         found.append(ids[-options.context :])
     return found
-
-
-def generate(server: Server, batch: Sequence[list[int]], tokens: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds that the prompts take together, and what is known of each answer."""
-    start = time.perf_counter()
-    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    response = server.post("/generate", input_ids=list(batch), sampling_params=sampling)
-    response.raise_for_status()
-    return time.perf_counter() - start, [answer["meta_info"] for answer in response.json()]
 
 
 def measure(server: Server, batch: Sequence[list[int]], steps: int) -> Sample:

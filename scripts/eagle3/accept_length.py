@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from scripts.eagle3.prompts import chat_prompts
+from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
 from test.e2e.server import launch_server
 
@@ -46,12 +46,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(reference_model_path())
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        for question in chat_prompts(held_out=True)[: options.prompts]
-    ]
+    questions = chat_prompts(held_out=True)[: options.prompts]
+    prompts = [question_tokens(tokenizer, question) for question in questions]
     found = [accept_length(options.head, drafts, prompts, options.tokens) for drafts in options.drafts]
     print(json.dumps(found, indent=1))
     record = {"prompts": options.prompts, "tokens": options.tokens, "held_out_chat": found}

@@ -20,7 +20,7 @@ from typing import Any
 from rich.progress import track
 from transformers import AutoTokenizer
 
-from scripts.eagle3.prompts import chat_prompts
+from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
 from test.e2e.server import Server, launch_server
 from test.reference.corpus import real_text_tokens
@@ -35,8 +35,7 @@ def answers(server: Server, tokenizer: Any, prompts: Sequence[str], tokens: int,
 
     def ask(numbered: tuple[int, str]) -> list[int]:
         number, prompt = numbered
-        chat = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = question_tokens(tokenizer, prompt)
         temperature = 0.0 if number % 2 else 0.7
         response = server.generate(ids, max_new_tokens=tokens, sampling={"temperature": temperature})
         return ids + response["output_ids"]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,17 +58,8 @@ class HeadShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> HeadShape:
         """The shape in a checkpoint's config.json, see `Head.config`."""
-        return cls(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=config["rope_parameters"]["rope_theta"],
-            draft_vocab=config["draft_vocab_size"],
-            layers=tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-        )
+        layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+        return cls.of(SimpleNamespace(**config), config["draft_vocab_size"], layers)
 
 
 class Head(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 _REQUESTS = (
     "Explain {} to a ten-year-old.",
@@ -42,6 +43,12 @@ _SUBJECTS = (
 )
 HELD_OUT_SUBJECTS = 12
 """Of every subject list's end: never asked about in training."""
+
+
+def question_tokens(tokenizer: Any, content: str) -> list[int]:
+    """A user's message in the model's chat template, up to where the answer begins."""
+    chat = [{"role": "user", "content": content}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
 def chat_prompts(held_out: bool) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scripts.eagle3.prompts import chat_prompts
+from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
 from test.e2e.server import launch_server
 from test.reference.sparse_reference import SparseReference
@@ -33,8 +33,7 @@ def test_the_head_drafts_what_the_model_says() -> None:
     emitted = verified = 0
     with launch_server(*flags) as server:
         for question in chat_prompts(held_out=True)[:PROMPTS]:
-            chat = [{"role": "user", "content": question}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            prompt = question_tokens(tokenizer, question)
             answer = server.generate(prompt, max_new_tokens=TOKENS)
             said = torch.tensor(answer["output_ids"])
             prefilled = reference.prefill(prompt)

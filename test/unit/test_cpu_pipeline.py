@@ -60,7 +60,7 @@ class Tiers:
             sink_blocks=seed % 2,
             max_blocks=logical,
             summary_format=fmt,
-            smoothed=SMOOTHING > 0,
+            smoothed=True,
         )
         rng, num_pages = generator(seed), 3 * logical + 3
         host = HostPool(

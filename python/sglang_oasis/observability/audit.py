@@ -142,7 +142,7 @@ class Audit:
         self._steps += 1
         if self._steps % self.interval or self._busy():
             return
-        sparse = [i for i, layer in enumerate(self.tier.layers) if layer.selected < self.tier.layout.max_blocks]
+        sparse = sorted(self.tier.layout.sparse_layers)
         if not sparse:
             return
         entries = (step.windows.first_local > self.tier.layers[sparse[0]].selected).nonzero().flatten().tolist()

@@ -168,8 +168,10 @@ def _check_draft_model(server_args: Any) -> None:
     load_format = server_args.speculative_draft_load_format or server_args.load_format
     _check_folder("--speculative-draft-model-path", path, load_format)
     config = Path(path) / "config.json"
-    architectures = json.loads(config.read_text()).get("architectures", []) if config.is_file() else []
-    if config.is_file() and not any("eagle3" in name.lower() for name in architectures):
+    if not config.is_file():  # SGLang knows where else to look
+        return
+    architectures = json.loads(config.read_text()).get("architectures", [])
+    if not any("eagle3" in name.lower() for name in architectures):
         raise LookaheadKVError(
             f"--speculative-draft-model-path {path} is no EAGLE-3 head but {', '.join(architectures) or 'unnamed'}: "
             f"give the folder of a head that was trained for the model."
