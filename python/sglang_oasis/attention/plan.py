@@ -152,7 +152,7 @@ def plan_decode(
     generations: Tensor,
     lengths: Tensor,
     rids: Sequence[str],
-    req_to_token: Tensor,
+    req_to_token: Tensor | None,
     tokens: int = 1,
     first: int = 0,
     singly: bool = False,
@@ -165,7 +165,7 @@ def plan_decode(
         rows, generations, lengths: [n] int64 on the host; `lengths` are the committed tokens, the one that decodes now
             included.
         rids: request ids.
-        req_to_token: SGLang's [rows, context] table of KV indices.
+        req_to_token: SGLang's [rows, context] table of KV indices; None where only the device follows the pages.
         tokens: tokens per row.
         first: how far the first of them is from the newest committed one.
         singly: one pass for each of a row's tokens, as if those before it were committed; else one pass for all.
@@ -180,8 +180,10 @@ def plan_decode(
         cold.append(ColdRow(entry, row, tier.window(length)))
     before = tier.windows(tier.rows.length[rows])
     tier.rows.advance(rows, lengths)
-    most = int(lengths.max()) + first + tokens - 1
-    pages = host_pages(req_to_token, rows.to(req_to_token.device), most, tier.layout.block_size)
+    pages = torch.empty(len(rows), 0, dtype=torch.int32)
+    if req_to_token is not None:
+        most = int(lengths.max()) + first + tokens - 1
+        pages = host_pages(req_to_token, rows.to(req_to_token.device), most, tier.layout.block_size)
     step = DecodeStep(number, rows, before, tier.windows(lengths), pages, tokens, first)
     steps = step.singly() if singly else [step]
     return [DecodePlan(step, () if i else cold, rids, tier.layout) for i, step in enumerate(steps)]

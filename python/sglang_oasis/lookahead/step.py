@@ -39,7 +39,8 @@ class DecodeStep:
         rows: [n] int64.
         before: the rows' windows before this step.
         windows: the rows' windows in this step: drafts do not move them.
-        pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block.
+        pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block; no
+            blocks where only the device follows the pages.
         tokens: m.
         first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
         completes: False when the windows moved over tokens that may still be rejected; no summary is built from them.
@@ -84,27 +85,43 @@ class DecodeStep:
             self._places[key] = (slot * size + position % size).flatten()
         return self._places[key]
 
+    @property
+    def graduating(self) -> Tensor:
+        """[n] int64, block of each row that leaves the local slots in this step, or -1."""
+        return _passed(self.before.first_local, self.windows.first_local)
+
+    @property
+    def completing(self) -> Tensor:
+        """[n] int64, block of each row whose tokens have all been committed since the step before, or -1."""
+        after = self.windows if self.completes else self.before
+        return _passed(self.before.complete_blocks, after.complete_blocks)
+
+    @property
+    def expecting(self) -> Tensor:
+        """[n] int64, block of each row that this step's drafts complete, if they are accepted, or -1."""
+        committed = (self.windows if self.completes else self.before).complete_blocks
+        if self.first > 0:
+            return _passed(committed, committed)  # drafts that are written again before they are verified
+        return _passed(committed, self.last.complete_blocks)
+
     @cached_property
     def graduates(self) -> Blocks:
-        """The blocks that leave the local slots in this step."""
-        return self._passed(self.before.first_local, self.windows.first_local)
+        return self._locate(self.graduating)
 
     @cached_property
     def completed(self) -> Blocks:
-        """The blocks whose tokens have all been committed since the step before."""
-        after = self.windows if self.completes else self.before
-        return self._passed(self.before.complete_blocks, after.complete_blocks)
+        return self._locate(self.completing)
 
     @cached_property
     def expected(self) -> Blocks:
-        """The blocks that this step's drafts complete, if they are accepted."""
-        committed = self.windows if self.completes else self.before
-        if self.first > 0:
-            return Blocks(*self.rows.new_empty(3, 0))  # drafts that are written again before they are verified
-        return self._passed(committed.complete_blocks, self.last.complete_blocks)
+        return self._locate(self.expecting)
 
-    def _passed(self, before: Tensor, after: Tensor) -> Blocks:
-        """Blocks that a boundary [n] passed; a step commits B tokens at most and moves it by one block at most."""
-        entries = (after > before).nonzero().flatten()
-        blocks = before[entries]
+    def _locate(self, block: Tensor) -> Blocks:
+        entries = (block >= 0).nonzero().flatten()
+        blocks = block[entries]
         return Blocks(self.rows[entries], blocks, self.pages[entries, blocks].long())
+
+
+def _passed(before: Tensor, after: Tensor) -> Tensor:
+    """[n], the block that a boundary passed, or -1; a step commits B tokens at most and moves it by one block at most."""
+    return torch.where(after > before, before, -1)
