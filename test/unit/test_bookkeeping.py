@@ -192,8 +192,11 @@ class Schedule(RuleBasedStateMachine):
     def decode(self, data: st.DataObject) -> None:
         """Some of the live rows decode a token and drafts behind it, of which some are accepted."""
         rows = [row for row in self.live if self.live[row].length < CONTEXT and data.draw(st.booleans())]
-        if not rows:
-            return
+        if rows:
+            self.step(rows, [data.draw(st.integers(0, self.config.draft_tokens)) for _ in rows])
+
+    def step(self, rows: list[int], accepted: list[int]) -> None:
+        """The rows decode; so many of each row's drafts are accepted."""
         tokens = 1 + self.config.draft_tokens
         lengths = [self.live[row].length + 1 for row in rows]
         for row, length in zip(rows, lengths, strict=True):
@@ -201,29 +204,49 @@ class Schedule(RuleBasedStateMachine):
         passes = self.plan(rows, lengths, tokens, singly=self.config.miss_policy == "fetch" and tokens > 1)
         position = torch.tensor(lengths)[:, None] - 1 + torch.arange(tokens)
         written = self.req_to_token[torch.tensor(rows)[:, None], position].flatten().long()
-        for layer in range(LAYERS):
+        queries = self.random(LAYERS, len(rows) * tokens, 2 * HEADS, DIM)
+        self.begin_step(passes, written)
+        for layer, query in enumerate(queries):
             keys, values = self.random(len(rows) * tokens, HEADS, DIM), self.random(len(rows) * tokens, HEADS, DIM)
-            query = self.random(len(rows) * tokens, 2 * HEADS, DIM)
-            self.controller.write_through(layer, written, keys, values)
             for i, plan in enumerate(passes):
-                taken = slice(i, None, len(passes))
-                self.controller.prepare(layer, plan.step, query[taken], keys[taken], values[taken], 0.5)
+                self.prepare(layer, i, plan, query, keys, values)
                 self.check_attended(layer, plan)
+                taken = slice(i, None, len(passes))
                 if self.fetches(layer):
                     each = query[taken].unflatten(0, (len(rows), -1))
                     for row, length, vectors in zip(rows, lengths, each, strict=True):
                         budget = self.layout.selected_blocks[layer]
                         self.follow(layer, row, vectors, length + i, budget, plan, urgent=True)
-            self.controller.look_ahead(layer, passes[-1].step, query, 0.5)
-            self.controller.pipeline.wait(layer)
-            if self.config.miss_policy != "fetch":
+            self.look_ahead(layer, passes[-1], query)
+        self.end_step()
+        if self.config.miss_policy != "fetch":
+            for layer, query in enumerate(queries):
                 cap = fetch_cap(self.config.fetch_ratio, self.layout.selected_blocks[layer])
                 for row, length, vectors in zip(rows, lengths, query.unflatten(0, (-1, tokens)), strict=True):
                     looks_at = vectors[1:] if tokens > 1 else vectors
                     self.follow(layer, row, looks_at, length + 1, cap, passes[0], urgent=False)
-        for row, length in zip(rows, lengths, strict=True):
-            accepted = data.draw(st.integers(0, tokens - 1)) if tokens > 1 else 0
-            self.live[row].length = min(length + accepted, CONTEXT)
+        for row, length, drafts in zip(rows, lengths, accepted, strict=True):
+            self.live[row].length = min(length + drafts, CONTEXT)
+
+    def begin_step(self, passes: list[DecodePlan], written: Tensor) -> None:
+        self.written = written
+
+    def prepare(self, layer: int, i: int, plan: DecodePlan, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Everything before the attention of pass `i`, which serves every so many-th token."""
+        taken = slice(i, None, len(self.written) // len(plan.step.token_rows))
+        if i == 0:
+            self.controller.write_through(layer, self.written, keys, values)
+        self.controller.prepare(layer, plan.step, query[taken], keys[taken], values[taken], 0.5)
+
+    def look_ahead(self, layer: int, plan: DecodePlan, query: Tensor) -> None:
+        self.controller.look_ahead(layer, plan.step, query, 0.5)
+
+    def end_step(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what runs in the background."""
+        self.controller.pipeline.drain()
 
     def plan(self, rows: list[int], lengths: list[int], tokens: int, singly: bool) -> list[DecodePlan]:
         passes = plan_decode(
@@ -338,7 +361,9 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data(), silent=st.booleans())
     def finish(self, data: st.DataObject, silent: bool) -> None:
         """A request ends; the row may be reused without the tier hearing of it."""
-        row = data.draw(st.sampled_from(sorted(self.live)))
+        self.leave(data.draw(st.sampled_from(sorted(self.live))), silent)
+
+    def leave(self, row: int, silent: bool) -> None:
         request = self.live.pop(row)
         for layer, page in itertools.product(range(LAYERS), request.pages[: request.length // BLOCK]):
             # Another request may find the page in the prefix cache.
@@ -359,7 +384,7 @@ class Schedule(RuleBasedStateMachine):
     def tiers_agree(self) -> None:
         if getattr(self, "tier", None) is None:
             return
-        self.controller.pipeline.drain()
+        self.settle()
         check_integrity(
             self.tier, self.host, lambda row, n: host_pages(self.req_to_token, row, n * BLOCK, BLOCK).long()
         )

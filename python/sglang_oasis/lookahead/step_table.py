@@ -1,0 +1,115 @@
+"""What a decode step knows about its rows, packed for the device: fixed addresses, fixed shapes, one copy per step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.lookahead.step import DecodeStep
+from sglang_oasis.ops.device_step import StepTable
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.window import Windows
+
+PADDING_ROW, PADDING_LENGTH = 0, 1
+"""An entry that pads a batch decodes the first token of SGLang's dummy row."""
+
+NO_BLOCK = -1
+_FIELDS = ("lengths", "graduates", "completed", "expected", "urgent", "candidates")
+
+
+class HostTable(NamedTuple):
+    """The fields of `StepTable` besides the rows, on the host; [n] each."""
+
+    lengths: Tensor
+    graduates: Tensor
+    completed: Tensor
+    expected: Tensor
+    urgent: Tensor
+    candidates: Tensor
+
+
+def tabulate(step: DecodeStep, layout: TierLayout, *, fetches: bool) -> HostTable:
+    """What the device needs to know about a step.
+
+    Args:
+        step: the step.
+        layout: the tier layout.
+        fetches: misses are fetched before attention, and nothing is predicted; else the other way round.
+    """
+    none = torch.zeros_like(step.rows)
+    urgent = candidates = none
+    if fetches:
+        # A row also counts that will not fit with the drafts it may have: it may be back from where it did not fit.
+        urgent = _selectable(step.windows, step.windows.later(layout.draft_tokens), layout)
+    else:
+        candidates = _selectable(step.windows.next, step.windows.next, layout)
+    lengths = step.windows.length
+    return HostTable(lengths, step.graduating, step.completing, step.expecting, urgent, candidates)
+
+
+def _selectable(windows: Windows, most: Windows, layout: TierLayout) -> Tensor:
+    """[n], selectable blocks of each row that exceeds its slots with the windows `most`, 0 of the others."""
+    return torch.where(most.first_local > min(layout.selected_blocks), windows.first_local, 0)
+
+
+class DeviceTables:
+    """The tables of the step at hand and of the one before, at addresses that a graph can be captured with.
+
+    Args:
+        max_rows: most entries of a step.
+        device: where they live.
+
+    Attributes:
+        current, previous: [max_rows] each; entries beyond a step's own are padding.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._packed = [_empty_table(max_rows).to(device) for _ in range(2)]
+        self._rows = [torch.full((max_rows,), PADDING_ROW, dtype=torch.int64, device=device) for _ in range(2)]
+        self.current, self.previous = (
+            _views(rows, packed) for rows, packed in zip(self._rows, self._packed, strict=True)
+        )
+
+    def advance(self) -> None:
+        """The step at hand becomes the one before."""
+        for current, previous in (self._packed, self._rows):
+            previous.copy_(current)
+
+    def forget_previous(self) -> None:
+        """Nothing is left to be done for the step before."""
+        self.previous.candidates.zero_()
+
+    def load(self, rows: Tensor, table: HostTable, number: int) -> None:
+        """Copy a step to the device, without waiting for it.
+
+        Args:
+            rows: [n] int64, on any device.
+            table: [n] on the host; entries from n on become padding.
+            number: of the step.
+        """
+        packed, count = _empty_table(self._max_rows, pin=self._packed[0].is_cuda), len(table.lengths)
+        for place, field in enumerate(_FIELDS):
+            packed[place, :count] = getattr(table, field)
+        packed[len(_FIELDS), 0] = number
+        self._packed[0].copy_(packed, non_blocking=True)
+        self._rows[0].fill_(PADDING_ROW)
+        self._rows[0][: len(rows)].copy_(rows, non_blocking=True)
+
+
+def first_entries(table: StepTable, count: int) -> StepTable:
+    """The first `count` entries."""
+    return StepTable(*(field[:count] for field in table[:-1]), table.number)
+
+
+def _empty_table(max_rows: int, pin: bool = False) -> Tensor:
+    packed = torch.empty((len(_FIELDS) + 1, max_rows), dtype=torch.int32, pin_memory=pin)
+    packed[0], packed[1:4], packed[4:] = PADDING_LENGTH, NO_BLOCK, 0
+    return packed
+
+
+def _views(rows: Tensor, packed: Tensor) -> StepTable:
+    *fields, number = packed
+    return StepTable(rows, *fields, number[:1])
