@@ -13,7 +13,7 @@ from torch import Tensor
 from sglang_oasis.attention.plan import DecodePlan
 from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.ops.streams import SerialStreams
-from test.unit.test_bookkeeping import BLOCK, CONTEXT, DIM, HEADS, LAYERS, ROWS, Schedule
+from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, LAYERS, ROWS, Schedule
 
 CAPTURED = (1, 2, ROWS)
 """Batch sizes of the graphs; entries that pad a batch are the dummy row."""
@@ -183,3 +183,16 @@ class Twins(RuleBasedStateMachine):
 
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(TestScheduleOnDevice.settings, max_examples=200)
+
+
+def test_a_step_of_another_shape_first_does_what_the_last_one_left_over() -> None:
+    twins = Twins()
+    twins.start(budget_blocks=2, recent_tokens=8, ratio=1.0, policy="drop", dense="", drafts=0, smoothing=0.8, seed=3)
+    for _ in range(3):
+        twins.prefill(10 * BLOCK, 1)
+    rows = sorted(twins.twins[0].live)
+    for decoding in (rows, rows[:1], rows[2:], rows):
+        for twin in twins.twins:
+            twin.step(decoding, [0] * len(decoding))
+    twins.hold_the_same()
+    twins.teardown()

@@ -65,7 +65,8 @@ class DevicePipeline:
         streams: the device's streams.
 
     Attributes:
-        counters: [2, 2] int64 on the device; blocks fetched and blocks over the cap, of urgent tasks and of predictions.
+        counters: [2, 2] int64 on the device; blocks fetched and blocks over the cap, first of urgent tasks, then of
+            predictions.
     """
 
     def __init__(

@@ -123,5 +123,5 @@ class DecodeStep:
 
 
 def _passed(before: Tensor, after: Tensor) -> Tensor:
-    """[n], the block that a boundary passed, or -1; a step commits B tokens at most and moves it by one block at most."""
+    """[n], block that a boundary passed, or -1; a step commits B tokens at most and moves it by one block at most."""
     return torch.where(after > before, before, -1)

@@ -16,7 +16,6 @@ PADDING_ROW, PADDING_LENGTH = 0, 1
 """An entry that pads a batch decodes the first token of SGLang's dummy row."""
 
 NO_BLOCK = -1
-_FIELDS = ("lengths", "graduates", "completed", "expected", "urgent", "candidates")
 
 
 class HostTable(NamedTuple):
@@ -28,6 +27,9 @@ class HostTable(NamedTuple):
     expected: Tensor
     urgent: Tensor
     candidates: Tensor
+
+
+_FIELDS = HostTable._fields
 
 
 def tabulate(step: DecodeStep, layout: TierLayout, *, fetches: bool) -> HostTable:
@@ -101,7 +103,7 @@ class DeviceTables:
 
 def first_entries(table: StepTable, count: int) -> StepTable:
     """The first `count` entries."""
-    return StepTable(*(field[:count] for field in table[:-1]), table.number)
+    return table._replace(**{name: field[:count] for name, field in table._asdict().items() if name != "number"})
 
 
 def _empty_table(max_rows: int, pin: bool = False) -> Tensor:
@@ -111,5 +113,4 @@ def _empty_table(max_rows: int, pin: bool = False) -> Tensor:
 
 
 def _views(rows: Tensor, packed: Tensor) -> StepTable:
-    *fields, number = packed
-    return StepTable(rows, *fields, number[:1])
+    return StepTable(rows, number=packed[-1, :1], **dict(zip(_FIELDS, packed, strict=False)))
