@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 
 from sglang_oasis.attention.plan import DecodePlan
+from sglang_oasis.attention.slot_tables import HeadPages, SlotTable
 from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.ops.streams import SerialStreams
 from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, LAYERS, ROWS, Schedule
@@ -58,7 +59,7 @@ class ScheduleOnDevice(Schedule):
         rows = passes[0].step.rows
         tokens, padding = len(written) // len(rows), min(n for n in CAPTURED if n >= len(rows)) - len(rows)
         self.padded_tokens = padding * tokens
-        rows = torch.nn.functional.pad(rows, (0, padding))
+        self.batch_rows = rows = torch.nn.functional.pad(rows, (0, padding))
         self.written = torch.nn.functional.pad(written, (0, self.padded_tokens))
         self.batch = self.device.batch(len(rows), tokens)
         self.device.load(rows, [plan.step for plan in passes], self.batch)
@@ -69,6 +70,25 @@ class ScheduleOnDevice(Schedule):
         query, keys, values = (pad(part, self.padded_tokens)[taken] for part in (query, keys, values))
         self.device.take_tokens(layer, i, self.batch, self.written[taken], keys, values)
         self.device.fetch_misses(layer, i, self.batch, query)
+
+    def check_attended(self, layer: int, plan: DecodePlan) -> None:
+        """FlashInfer's page table names, head by head, the slots that the CPU attends to."""
+        super().check_attended(layer, plan)
+        resident, entries = self.tier.layers[layer], len(self.batch_rows)
+        table = SlotTable(self.layout, resident.selected, ROWS, torch.device("cpu"))
+        table.load(plan, plan.step.rows)
+        width = resident.selected + resident.local
+        pages = HeadPages(torch.full((entries * HEADS * width + 1,), -1).int(), torch.zeros(entries * HEADS).int())
+        table.flatten_heads(entries, pages)
+        _, slots, lengths, _ = plan.resident(resident.selected)
+        expected: list[int] = []
+        for i, (row, length) in enumerate(zip(plan.step.rows.tolist(), lengths.tolist(), strict=True)):
+            used = slots[i, : -(-length // BLOCK)].tolist()
+            expected += [(row * HEADS + head) * width + slot for head in range(HEADS) for slot in used]
+            assert (pages.last_page_len[i * HEADS : (i + 1) * HEADS] == (length - 1) % BLOCK + 1).all()
+        padding = [head * width + resident.selected for head in range(HEADS)] * (entries - len(plan.step.rows))
+        assert pages.indices[: len(expected) + len(padding)].tolist() == expected + padding
+        assert int(table.pages(entries).sum()) * HEADS == len(expected) + len(padding)
 
     def look_ahead(self, layer: int, plan: DecodePlan, query: Tensor) -> None:
         self.device.look_ahead(layer, self.batch, pad(query, self.padded_tokens))
