@@ -69,9 +69,9 @@ def take_tokens(
 ) -> None:
     """Take the step's new tokens into both tiers.
 
-    In this order, per entry and head: the block that graduates is copied from its local slot to the selected slot of its
-    own number, where there is one, and marked with 2 * number - 1; the m tokens' K and V are stored in their host pages
-    and in their local slots; the completed block is summarised for row and host; the expected one for the host only.
+    In this order, per entry and head: the block that graduates is copied from its local slot to the selected slot of
+    its own number, where there is one, and marked with 2 * number - 1; the m tokens' K and V are stored in their host
+    pages and local slots; the completed block is summarised for row and host; the expected one for the host only.
 
     Args:
         blocks: [S, H, K+R, 2, B, D].

@@ -19,7 +19,8 @@ from torch import Tensor
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.server_args import config_of, dense, enabled
-from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.host_pool import HostPool, pageable
+from sglang_oasis.tier.pinned import pinned_allocator
 
 
 class HostKVPool(MHATokenToKVPool):
@@ -39,6 +40,7 @@ class HostKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         slots = self.size + self.page_size  # one page more absorbs the writes of padding tokens
+        device = torch.device(self.device)
         self.host = HostPool(
             num_pages=slots // self.page_size,
             num_layers=self.layer_num,
@@ -47,6 +49,7 @@ class HostKVPool(MHATokenToKVPool):
             head_dim=self.head_dim,
             dtype=self.store_dtype,
             summary_format=self.summary_format,
+            allocate=pinned_allocator(device) if device.type == "cuda" else pageable,
         )
         # Views [pages, H, B, D]: generic code that inspects the buffers finds tensors.
         self.k_buffer = [kv[:, :, 0] for kv in self.host.kv]

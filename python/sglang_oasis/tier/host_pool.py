@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from sglang_oasis.ops.summary import SummaryFormat, summarise_pages
 from sglang_oasis.ops.tokens import store_tokens
 
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a zeroed CPU tensor of a shape and dtype."""
+
+
+def pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Ordinary memory, which the system provides when it is first written."""
+    return torch.zeros(shape, dtype=dtype)
+
 
 class HostPool:
     """Paged K/V and the summaries of completed pages, per layer.
+
+    Args:
+        num_pages, num_layers, kv_heads, block_size, head_dim, dtype: shape and element type of the pages.
+        summary_format: how completed pages are summarised, None for not at all.
+        allocate: where the memory comes from; a CUDA device reads pinned memory (`tier/pinned.py`).
 
     Attributes:
         kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.
@@ -27,14 +42,15 @@ class HostPool:
         head_dim: int,
         dtype: torch.dtype,
         summary_format: SummaryFormat | None,
+        allocate: Allocate = pageable,
     ) -> None:
         self.num_pages = num_pages
         self.block_size = block_size
         self.summary_format = summary_format
-        self.kv = [torch.zeros((num_pages, kv_heads, 2, block_size, head_dim), dtype=dtype) for _ in range(num_layers)]
+        self.kv = [allocate((num_pages, kv_heads, 2, block_size, head_dim), dtype) for _ in range(num_layers)]
         records = summary_format.record_bytes(head_dim) if summary_format else 0
         self.summaries = [
-            torch.zeros((num_pages, kv_heads, records), dtype=torch.uint8) for _ in range(num_layers if records else 0)
+            allocate((num_pages, kv_heads, records), torch.uint8) for _ in range(num_layers if records else 0)
         ]
 
     @property

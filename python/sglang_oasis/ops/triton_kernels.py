@@ -1,0 +1,34 @@
+"""Loads the Triton kernels from their folder, in the checkout or where a wheel puts it, as the package oasis_triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+NAME = "oasis_triton"
+
+
+def source_folder() -> Path:
+    """The Triton sources: in the checkout, or where a wheel puts its data files."""
+    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / "triton"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / "triton"
+
+
+def load() -> None:
+    """Make `import oasis_triton` work; nothing is compiled before a kernel is launched.
+
+    Raises:
+        ImportError: the sources are absent.
+    """
+    if NAME in sys.modules:
+        return
+    folder = source_folder()
+    spec = importlib.util.spec_from_file_location(
+        NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None or not (folder / "__init__.py").is_file():
+        raise ImportError(f"The Triton kernels are not in {folder}: install sglang-oasis again.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[NAME] = module
+    spec.loader.exec_module(module)

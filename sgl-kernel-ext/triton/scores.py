@@ -1,0 +1,166 @@
+"""Block scores over summaries, in two kernels: estimates with their softmax sums per tile, then the ranking.
+
+Records are read once. Between the kernels lie one float32 per block and query vector, and two per tile of blocks and
+query vector. A query vector is one query head of one of the Q queries of an entry.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_coordinates(
+    record, present, offset: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
+):
+    """Codes, or values of 16 bits, of half a vector in each record: [TILE, HALF], coordinates from `offset` on."""
+    d = tl.arange(0, HALF)
+    mask = present[:, None] & (d < D // 2)[None, :]
+    if BITS == 16:
+        place = record.to(tl.pointer_type(tl.bfloat16))[:, None] + WHICH * D + offset + d[None, :]
+        return tl.load(place, mask=mask, other=0.0)
+    else:
+        if BITS == 4:
+            byte = tl.load(record[:, None] + WHICH * (D // 2) + d[None, :], mask=mask, other=0).to(tl.int32)
+            code = byte & 15 if offset == 0 else byte >> 4
+        else:
+            code = tl.load(record[:, None] + WHICH * D + offset + d[None, :], mask=mask, other=0).to(tl.int32)
+        SIGN: tl.constexpr = 2 ** (BITS - 1)
+        return (code ^ SIGN) - SIGN if WHICH == 0 else code
+
+
+@triton.jit
+def project(
+    record,
+    present,
+    low,
+    high,
+    WHICH: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Midpoints (WHICH 0) or half ranges (1) of each record times the query vectors: [TILE, VECTORS] float32."""
+    below = load_coordinates(record, present, 0, WHICH, D, HALF, BITS).to(COMPUTE)
+    above = load_coordinates(record, present, D // 2, WHICH, D, HALF, BITS).to(COMPUTE)
+    dot = tl.dot(above, high, tl.dot(below, low, input_precision="ieee"), input_precision="ieee")
+    if BITS < 16:
+        scales = (record + 2 * D * BITS // 8).to(tl.pointer_type(tl.bfloat16))
+        dot *= tl.load(scales + WHICH, mask=present, other=0.0).to(tl.float32)[:, None]
+    return dot
+
+
+@triton.jit
+def estimate(
+    queries,
+    summaries,
+    rows,
+    candidates,
+    estimates,
+    partials,
+    scale,
+    tightness,
+    logical,
+    entry_stride,
+    query_stride,
+    head_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    REC: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One program per (tile of blocks, KV head, entry).
+
+    Writes estimates [n, H, Q*G, N], of candidates only, and partials [n, H, tiles, 2, VECTORS]: the largest estimate
+    and the sum of the exponentials relative to it. VECTORS is at least Q*G.
+    """
+    tile, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(candidates + i)
+    if tile * TILE >= count:
+        return
+    v, d = tl.arange(0, VECTORS), tl.arange(0, HALF)
+    wanted = (v < Q * G)[None, :] & (d < D // 2)[:, None]
+    vector = queries + i.to(tl.int64) * entry_stride + v // G * query_stride + (head * G + v % G) * head_stride
+    low = tl.load(vector[None, :] + d[:, None], mask=wanted, other=0.0).to(COMPUTE)
+    high = tl.load(vector[None, :] + D // 2 + d[:, None], mask=wanted, other=0.0).to(COMPUTE)
+
+    block = tile * TILE + tl.arange(0, TILE)
+    present = block < count
+    record = summaries + ((tl.load(rows + i) * H + head) * logical + block) * REC
+    middle = project(record, present, low, high, 0, D, HALF, BITS, COMPUTE)
+    around = project(record, present, tl.abs(low), tl.abs(high), 1, D, HALF, BITS, COMPUTE)
+    found = (middle + tightness * around) * scale
+
+    at = i.to(tl.int64) * H + head
+    place = estimates + (at * (Q * G) + v[None, :]) * logical + block[:, None]
+    tl.store(place, found, mask=present[:, None] & (v < Q * G)[None, :])
+    found = tl.where(present[:, None], found, float("-inf"))
+    largest = tl.max(found, 0)
+    partial = partials + (at * tl.num_programs(0) + tile) * (2 * VECTORS) + v
+    tl.store(partial, largest)
+    tl.store(partial + VECTORS, tl.sum(tl.exp(found - largest[None, :]), 0))
+
+
+@triton.jit
+def rank(
+    estimates,
+    partials,
+    rows,
+    candidates,
+    averages,
+    scores,
+    decay,
+    escape,
+    sinks,
+    logical,
+    tiles,
+    H: tl.constexpr,
+    COUNT: tl.constexpr,
+    ESTIMATE_TILE: tl.constexpr,
+    ESTIMATE_VECTORS: tl.constexpr,
+    TILE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """One program per (tile of blocks, KV head, entry): mean of COUNT = Q*G softmaxes, smoothed where `averages`."""
+    head, i = tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    count = tl.load(candidates + i)
+    at = i.to(tl.int64) * H + head
+    place = scores + at * logical + block
+    if tl.program_id(0) * TILE >= count:
+        tl.store(place, tl.full((TILE,), float("-inf"), tl.float32), mask=block < logical)
+        return
+
+    v = tl.arange(0, VECTORS)
+    largest = tl.full((VECTORS,), float("-inf"), tl.float32)
+    total = tl.zeros((VECTORS,), tl.float32)
+    for start in range(0, tl.cdiv(count, ESTIMATE_TILE), AT_ONCE):
+        tile = start + tl.arange(0, AT_ONCE)
+        partial = partials + ((at * tiles + tile) * (2 * ESTIMATE_VECTORS))[:, None] + v[None, :]
+        mask = ((tile * ESTIMATE_TILE < count) & (tile < tiles))[:, None] & (v < COUNT)[None, :]
+        tops = tl.load(partial, mask=mask, other=float("-inf"))
+        sums = tl.load(partial + ESTIMATE_VECTORS, mask=mask, other=0.0)
+        now = tl.where(v < COUNT, tl.maximum(largest, tl.max(tops, 0)), 0.0)
+        total = total * tl.exp(largest - now) + tl.sum(sums * tl.exp(tops - now[None, :]), 0)
+        largest = now
+
+    present = block < count
+    mask = present[:, None] & (v < COUNT)[None, :]
+    found = tl.load(estimates + (at * COUNT + v[None, :]) * logical + block[:, None], mask=mask, other=float("-inf"))
+    weights = tl.exp(found - largest[None, :]) / tl.where(v < COUNT, total, 1.0)[None, :]
+    score = tl.sum(weights, 1) / COUNT
+    if averages is not None:
+        average = averages + (tl.load(rows + i) * H + head) * logical + block
+        old = tl.load(average, mask=present, other=0.0)
+        blended = tl.where(old < 0, score, decay * old + (1 - decay) * score)
+        score = tl.maximum(blended, score / escape)
+        tl.store(average, score, mask=present)
+    score = tl.where(block < sinks, float("inf"), score)
+    tl.store(place, tl.where(present, score, float("-inf")), mask=block < logical)
