@@ -57,9 +57,10 @@ class SlotTable:
         self.selected = selected
         self._block_size, self._heads = layout.block_size, layout.kv_heads
         self._width = selected + layout.local_slots
-        self._packed = self._padding(max_rows, 1, pin=False).to(device)
-        self._rows = torch.full((max_rows,), PADDING_ROW, dtype=torch.int64, device=device)
-        self._pages = torch.zeros(max_rows, dtype=torch.int64)
+        self._max_rows = max_rows
+        self._packed = torch.zeros(max_rows * (1 + self._width), dtype=torch.int32, device=device)
+        self._slots = self._views(self._packed, torch.full((max_rows,), PADDING_ROW, device=device))
+        self._pages = torch.zeros(max_rows, dtype=torch.int32)
 
     def load(self, plan: DecodePlan, rows: Tensor) -> None:
         """Copy a pass to the device without waiting for it; entries beyond the plan's become padding.
@@ -69,15 +70,17 @@ class SlotTable:
             rows: [n] int64 on any device, of the plan's entries.
         """
         count = len(plan.step.rows)
-        packed = self._padding(len(self._rows), plan.step.tokens, pin=self._packed.is_cuda)
+        packed = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
+        _, slots, lengths = self._views(packed, rows)
+        lengths.fill_(PADDING_LENGTH + plan.step.tokens - 1)
+        slots.fill_(self.selected)
         if count:
-            _, slots, lengths, _ = plan.resident(self.selected)
-            packed[:count, 0] = lengths
-            packed[:count, 1 : 1 + slots.shape[1]] = slots
-        self._pages = (packed[:, 0] + self._block_size - 1) // self._block_size
+            _, used, lengths[:count], _ = plan.resident(self.selected)
+            slots[:count, : used.shape[1]] = used
+        self._pages = (lengths + self._block_size - 1) // self._block_size
         self._packed.copy_(packed, non_blocking=True)
-        self._rows.fill_(PADDING_ROW)
-        self._rows[:count].copy_(rows, non_blocking=True)
+        self._slots.rows.fill_(PADDING_ROW)
+        self._slots.rows[:count].copy_(rows, non_blocking=True)
 
     def pages(self, count: int) -> Tensor:
         """[count] int32 on the host, pages of each entry."""
@@ -85,7 +88,7 @@ class SlotTable:
 
     def first_entries(self, count: int) -> Slots:
         """The first `count` entries, padding included."""
-        return Slots(self._rows[:count], self._packed[:count, 1:], self._packed[:count, 0])
+        return Slots(*(field[:count] for field in self._slots))
 
     def flatten_heads(self, count: int, out: HeadPages) -> None:
         """Write the first `count` entries as a page table of single heads; runs on the device alone."""
@@ -103,8 +106,6 @@ class SlotTable:
         last = (lengths - 1) % self._block_size + 1
         out.last_page_len.copy_(last[:, None].expand(count, heads).flatten())
 
-    def _padding(self, rows: int, tokens: int, pin: bool) -> Tensor:
-        """[rows, 1 + K+R] int32, length and slots of entries that decode the dummy row's first tokens."""
-        packed = torch.full((rows, 1 + self._width), self.selected, dtype=torch.int32, pin_memory=pin)
-        packed[:, 0] = PADDING_LENGTH + tokens - 1
-        return packed
+    def _views(self, packed: Tensor, rows: Tensor) -> Slots:
+        """All lengths, then the slots of one entry after the other."""
+        return Slots(rows, packed[self._max_rows :].view(-1, self._width), packed[: self._max_rows])

@@ -76,27 +76,28 @@ class ResidentLayer:
             if scores is not None:
                 self.averages[row, :, : scores.shape[1]] = scores
 
-    def build(self, row: int, selected: Tensor, window: Window, host_kv: Tensor, pages: Tensor) -> None:
-        """Fill a row from the host: selected blocks and local blocks; whatever the row held is gone.
+    def build(self, row: int, selected: Tensor, window: Window, kv: Tensor, pages: Tensor) -> None:
+        """Fill a row from pages: selected blocks and local blocks; whatever the row held is gone.
 
         Args:
             row: the row.
             selected: [H, n] int64 logical blocks, n <= K.
-            window: the row's window; its tokens are all in the host pool.
-            host_kv: [N_pages, H, 2, B, D].
-            pages: [open_block + 1] int64, host page of each logical block of the row.
+            window: the row's window; its tokens are all in the pages.
+            kv: [X, H, 2, B, D], the host pool, or pages that are staged on the device.
+            pages: [open_block + 1] int64 where `kv` is, page of each logical block of the row.
         """
         self.head_map[row] = -1
         self.slot_of[row] = -1
         count = selected.shape[1]
-        heads = torch.arange(selected.shape[0]).unsqueeze(1)
-        self.blocks[row, :, :count] = host_kv[pages[selected.cpu()], heads].to(self.blocks.device)
+        heads = torch.arange(selected.shape[0], device=kv.device).unsqueeze(1)
+        self.blocks[row, :, :count] = kv[pages[selected.to(kv.device)], heads].to(self.blocks.device)
         self.head_map[row, :, :count] = selected.to(self.head_map)
         self.last_selected[row, :, :count] = 0
         slots = torch.arange(count, dtype=MAP_DTYPE, device=self.slot_of.device).expand_as(selected)
         self.slot_of[row].scatter_(1, selected.to(self.slot_of.device), slots)
-        for block in range(window.first_local, window.open_block + 1):
-            self.blocks[row, :, self.local_slot(block)] = host_kv[pages[block]].to(self.blocks.device)
+        local = torch.arange(window.first_local, window.open_block + 1, device=self.blocks.device)
+        chunks = kv[pages[window.first_local : window.open_block + 1]].to(self.blocks.device)
+        self.blocks[row][:, self.local_slot(local)] = chunks.transpose(0, 1)
 
     def graduate(self, rows: Tensor, blocks: Tensor, step: int) -> None:
         """Keep blocks that leave the local slots, where there is room; the others live on in the host only.
