@@ -7,63 +7,38 @@ the forward modes or the aux-cache protocol, this file and `row_observer.py` are
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from sglang_oasis.attention.batch import committed_tokens, decoded_tokens, host_lengths
-from sglang_oasis.attention.clock import StepClock
-from sglang_oasis.attention.layers import check_layers, layer_inputs
-from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, host_pages, plan_decode, plan_prefill
+from sglang_oasis.attention.layers import layer_inputs
+from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
 from sglang_oasis.attention.row_observer import RowObserver
+from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, TierBackend
 from sglang_oasis.config import FETCH, LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
 from sglang_oasis.observability.audit import Audit
-from sglang_oasis.observability.metrics import MetricsExporter
-from sglang_oasis.observability.report import statistics
-from sglang_oasis.observability.trace import SelectionTrace
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.resident_tier import ResidentTier
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
 
-BACKEND_NAME = "lookahead_kv"
-LAST_CHUNKS_ATTRIBUTE = "lookahead_kv_last_chunks"
-"""Attribute of the model runner: per request of the extend batch at hand, whether this is its last prefill chunk."""
-
-
-class LookaheadAttentionBackend(AttentionBackend):
-    """Attention over two tiers.
+class LookaheadAttentionBackend(TierBackend):
+    """Attention over two tiers, driven by the host: on a CPU.
 
     Args:
-        runner: the model runner, its pools built.
-        config: the validated configuration.
-        layout: sizes of the tiers.
-        host: the host pool that the runner's KV pool wraps.
-        row_observer: the target model's, where the runner's model drafts for it; None to attach one.
-
-    Attributes:
-        tiers: the resident tiers that follow the same rows: this model's and the draft model's.
-        exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
-        trace: records what decode attends to, None when it is off.
-        audit: measures the true recall now and then, None when it is off.
-        clock: where the time of decode steps goes.
+        runner, config, layout, host, row_observer: as in `TierBackend`.
     """
-
-    needs_cpu_seq_lens = True
 
     def __init__(
         self,
@@ -73,11 +48,7 @@ class LookaheadAttentionBackend(AttentionBackend):
         host: HostPool,
         row_observer: RowObserver | None = None,
     ) -> None:
-        super().__init__()
-        check_layers(runner.model, "--enable-lookahead-kv")
-        self.config = config
-        self.host = host
-        self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
+        super().__init__(runner, config, layout, host, row_observer)
         self.audit = Audit(self.tier, host, config.audit_interval, self._pages_of) if config.audit_interval else None
         self.controller = LookaheadController(
             config,
@@ -86,19 +57,6 @@ class LookaheadAttentionBackend(AttentionBackend):
             None if self.audit is None else self.audit.is_poor,
             moves_on=not runner.is_draft_worker,
         )
-        self.max_context_len = runner.model_config.context_len
-        self._runner = runner
-        self._kv_pool = runner.token_to_kv_pool
-        self._rows = runner.req_to_token_pool
-        if row_observer is None:
-            row_observer = RowObserver(self.tier, runner.max_total_num_tokens, self._publish_when_idle)
-            self._rows.attach_aux_cache(row_observer)
-        else:
-            row_observer.tiers.append(self.tier)
-        self.tiers = row_observer.tiers
-        self.exporter: MetricsExporter | None = None
-        self.trace: SelectionTrace | None = None
-        self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
         self._passes_begun = 0
         self._decode: list[DecodePlan] = []
@@ -122,10 +80,6 @@ class LookaheadAttentionBackend(AttentionBackend):
             self._plan_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
         ]
 
-    def host_tokens(self) -> tuple[int, int]:
-        """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""
-        return self._runner.max_total_num_tokens, self._runner.token_to_kv_pool_allocator.available_size()
-
     def check_integrity(self) -> None:
         """Verify every invariant of the tiers.
 
@@ -134,11 +88,6 @@ class LookaheadAttentionBackend(AttentionBackend):
         """
         self.controller.pipeline.drain()
         check_integrity(self.tier, self.host, self._pages_of)
-
-    def _pages_of(self, row: int, blocks: int) -> Tensor:
-        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
-        size = self.config.block_size
-        return host_pages(self._rows.req_to_token, row, blocks * size, size).long()
 
     def forward_extend(
         self,
@@ -220,15 +169,6 @@ class LookaheadAttentionBackend(AttentionBackend):
         out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
         clock.lap("attention")
         return out
-
-    def _publish_when_due(self) -> None:
-        if self.exporter is not None and self.exporter.due():
-            self.exporter.publish(statistics(self))
-
-    def _publish_when_idle(self) -> None:
-        """The last row is gone: no decode step will publish what is true from now on."""
-        if self.exporter is not None and not len(self.tier.rows):
-            self.exporter.publish(statistics(self))
 
     def _plan_decode(
         self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0

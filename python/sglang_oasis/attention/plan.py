@@ -77,24 +77,37 @@ class DecodePlan:
         return self._resident[selected]
 
 
-class PrefillRequest(NamedTuple):
-    """One request of an extend pass.
+class PrefillRow(NamedTuple):
+    """One row of an extend pass.
 
     Attributes:
         row: the row.
-        tokens: slice of the batch's tokens that belong to this request.
-        prefix: tokens already in the host pool.
+        tokens: slice of the batch's tokens that belong to it.
         window: the window after this pass.
-        pages: [open_block + 1] int64, host pages.
         builds: this is the request's last prefill chunk, decode follows.
     """
 
     row: int
     tokens: slice
-    prefix: int
     window: Window
-    pages: Tensor
     builds: bool
+
+
+class PrefillRequest(NamedTuple):
+    """One request of an extend pass, with its host pages.
+
+    Attributes:
+        row, tokens, window, builds: as in `PrefillRow`.
+        prefix: tokens already in the host pool.
+        pages: [open_block + 1] int64, host pages.
+    """
+
+    row: int
+    tokens: slice
+    window: Window
+    builds: bool
+    prefix: int
+    pages: Tensor
 
     @property
     def completed_pages(self) -> Tensor:
@@ -189,6 +202,34 @@ def plan_decode(
     return [DecodePlan(step, () if i else cold, rids, tier.layout) for i, step in enumerate(steps)]
 
 
+def claim_rows(
+    tier: ResidentTier,
+    *,
+    rows: Sequence[int],
+    generations: Sequence[int],
+    prefixes: Sequence[int],
+    new_tokens: Sequence[int],
+    last_chunks: Sequence[bool],
+) -> list[PrefillRow]:
+    """Give the rows of an extend pass to those requests that decode next.
+
+    Args:
+        tier: the resident tier.
+        rows, generations, prefixes, new_tokens, last_chunks: per request.
+    """
+    claimed = []
+    start = 0
+    for row, generation, prefix, count, last in zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True):
+        window = tier.window(prefix + count)
+        claimed.append(PrefillRow(row, slice(start, start + count), window, last))
+        start += count
+        if last:
+            tier.rows.claim(row, generation, window.length)
+        else:
+            tier.rows.release(row)
+    return claimed
+
+
 def plan_prefill(
     tier: ResidentTier,
     *,
@@ -209,17 +250,16 @@ def plan_prefill(
     counts = torch.tensor(new_tokens)
     lengths = torch.tensor(prefixes) + counts
     sequences = plan_host(req_to_token, torch.tensor(rows), lengths, counts, tier.layout.block_size)
-    requests = []
-    start = 0
-    for i, (row, generation, prefix, count, last) in enumerate(
-        zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True)
-    ):
-        window = tier.window(prefix + count)
-        pages = sequences.slots[i, : window.open_block + 1].long()
-        requests.append(PrefillRequest(row, slice(start, start + count), prefix, window, pages, last))
-        start += count
-        if last:
-            tier.rows.claim(row, generation, window.length)
-        else:
-            tier.rows.release(row)
+    claimed = claim_rows(
+        tier,
+        rows=rows,
+        generations=generations,
+        prefixes=prefixes,
+        new_tokens=new_tokens,
+        last_chunks=last_chunks,
+    )
+    requests = [
+        PrefillRequest(*each, prefix, sequences.slots[i, : each.window.open_block + 1].long())
+        for i, (each, prefix) in enumerate(zip(claimed, prefixes, strict=True))
+    ]
     return PrefillPlan(requests, sequences, torch.cat([request.completed_pages for request in requests]))

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.config import FETCH, LAST_QUERY, LookaheadKVConfig
+from sglang_oasis.lookahead.controller import STARTUP_QUERIES
 from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.device_pipeline import Batch, DevicePipeline
+from sglang_oasis.lookahead.fetch_cap import FixedCap
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries, tabulate
-from sglang_oasis.ops.device_step import take_tokens
+from sglang_oasis.ops.device_step import score_blocks, summarise_blocks, take_tokens
 from sglang_oasis.ops.streams import Streams
 from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.layout import fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
+from sglang_oasis.tier.window import Window
 
 
 class DeviceController:
@@ -41,6 +43,7 @@ class DeviceController:
 
     Attributes:
         counters: of the host.
+        cap: most blocks fetched ahead per KV head, layer and step.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class DeviceController:
         layout = tier.layout
         self.config, self.tier, self.host = config, tier, host
         self.counters = LookaheadCounters()
-        self.cap = fetch_cap(config.fetch_ratio, min(layout.selected_blocks))
+        self.cap = FixedCap(config.fetch_ratio)
+        self._selector = selector
         self._req_to_token = req_to_token
         self._fetches = config.miss_policy == FETCH
         self._looks_at_drafts = config.source != LAST_QUERY
@@ -71,9 +75,71 @@ class DeviceController:
         self._left_over: Batch | None = None
         self.pipeline = DevicePipeline(
             tier, host, req_to_token, selector, config.smoothing,
-            scales=scales, cap=self.cap, tables=self._tables[0], max_rows=max_rows,
+            scales=scales, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self._tables[0], max_rows=max_rows,
             max_queries=max(1, config.draft_tokens), query_heads=query_heads, query_dtype=query_dtype, streams=streams,
         )  # fmt: skip
+
+    def build(
+        self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor, scale: float
+    ) -> None:
+        """Build a row's first resident set from its last prompt queries; nothing waits for the device.
+
+        Args:
+            layer: layer of this rank.
+            row: the row.
+            window: the window of the prompt.
+            kv: [X, H, 2, B, D] on the device, in which block j of the row is page `first_place + j`.
+            first_place: see there.
+            queries: [Q, H*G, D], the last prompt queries.
+            scale: softmax scale.
+        """
+        resident, layout, device = self.tier.layers[layer], self.tier.layout, self.tier.device
+        places = first_place + torch.arange(window.open_block + 1, device=device)
+        complete, count = window.complete_blocks, min(resident.selected, window.first_local)
+        records = resident.summaries.new_empty((complete, layout.kv_heads, layout.summary_bytes))
+        summarise_blocks(kv, places[:complete], records, places[:complete] - first_place, layout.summary_format)
+        resident.summaries[row, :, :complete] = records.transpose(0, 1)
+        candidates = window.next.first_local
+        if candidates <= resident.selected:
+            selected = torch.arange(count, device=device).expand(layout.kv_heads, count)
+            resident.begin_averages(row, None)
+        else:
+            scores = score_blocks(
+                queries[None, -STARTUP_QUERIES:],
+                resident.summaries,
+                torch.full((1,), row, dtype=torch.int64, device=device),
+                torch.full((1,), candidates, dtype=torch.int32, device=device),
+                layout.summary_format,
+                scale,
+                self._selector.tightness,
+                None,
+                0.0,
+                layout.sink_blocks,
+            )
+            selected = scores[0].topk(count, dim=-1).indices
+            resident.begin_averages(row, scores[0, :, :candidates])
+        resident.build(row, selected, window, kv, places)
+        self.counters.blocks_built += layout.kv_heads * count
+
+    def build_cold(self, row: int, window: Window, pages: Tensor) -> None:
+        """Build a row that reached decode without a resident set: sinks and newest blocks, for want of a query.
+
+        Args:
+            row: the row.
+            window: its window; all its tokens are in the host pool.
+            pages: [open_block + 1] int64 on the host, its host pages.
+        """
+        layout = self.tier.layout
+        for layer, resident in enumerate(self.tier.layers):
+            complete, count = window.complete_blocks, min(resident.selected, window.first_local)
+            records = self.host.summaries[layer][pages[:complete]].transpose(0, 1)
+            resident.summaries[row, :, :complete] = records.to(self.tier.device)
+            sinks = min(layout.sink_blocks, count)
+            newest = torch.arange(window.first_local - (count - sinks), window.first_local)
+            selected = torch.cat([torch.arange(sinks), newest])
+            resident.begin_averages(row, None)
+            resident.build(row, selected.expand(layout.kv_heads, count), window, self.host.kv[layer], pages)
+        self.counters.blocks_built += layout.kv_heads * sum(min(k, window.first_local) for k in layout.selected_blocks)
 
     def batch(self, rows: int, tokens: int) -> Batch:
         """The shape of a step of `rows` entries with m `tokens` each."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_oasis.lookahead.pipeline import PipelineStatistics
 from sglang_oasis.lookahead.selector import BoundSelector
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable, fetch_blocks
@@ -104,6 +105,7 @@ class DevicePipeline:
         self._cap = torch.tensor([cap], dtype=torch.int32, device=device)
         self._no_cap = torch.tensor([most], dtype=torch.int32, device=device)
         self.counters = torch.zeros((2, 2), dtype=torch.int64, device=device)
+        self._published = torch.zeros((2, 2), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._arrivals: dict[int, Event] = {}
 
     def begin_step(self, batch: Batch) -> None:
@@ -138,6 +140,20 @@ class DevicePipeline:
         for layer in sorted(self._postponed):
             self._start(layer, batch, self._tables.current)
         self.end_step()
+
+    def publish(self) -> None:
+        """Send the counters to the host, which does not wait for them."""
+        self._published.copy_(self.counters, non_blocking=True)
+
+    def statistics(self) -> PipelineStatistics:
+        """As of the last `publish` that arrived. What a graph's streams wait for is not measured."""
+        fetched, deferred = self._published[AHEAD].tolist()
+        return PipelineStatistics(fetched, deferred, 0, 0.0, {})
+
+    @property
+    def fetched_urgently(self) -> int:
+        """Blocks that attention waited for, likewise."""
+        return int(self._published[URGENT, 0])
 
     def _start(self, layer: int, batch: Batch, table: StepTable) -> None:
         entries, streams = first_entries(table, batch.rows), self._streams

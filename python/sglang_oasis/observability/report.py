@@ -6,10 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_oasis.attention.backend import LookaheadAttentionBackend
+    from sglang_oasis.attention.tier_backend import TierBackend
 
 
-def start_up_summary(backend: LookaheadAttentionBackend) -> str:
+def start_up_summary(backend: TierBackend) -> str:
     """One block that a human can check, logged when the tiers are built."""
     config, layout, tier = backend.config, backend.tier.layout, backend.tier
     tokens = (backend.host.num_pages - 1) * layout.block_size
@@ -33,7 +33,7 @@ def start_up_summary(backend: LookaheadAttentionBackend) -> str:
     return "\n".join(lines)
 
 
-def statistics(backend: LookaheadAttentionBackend) -> dict[str, Any]:
+def statistics(backend: TierBackend) -> dict[str, Any]:
     """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field."""
     tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline.statistics()
     counters = backend.controller.counters

@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_oasis.attention.backend import BACKEND_NAME, LookaheadAttentionBackend
+from sglang_oasis.attention.backend import LookaheadAttentionBackend
 from sglang_oasis.attention.dense import DenseAttentionBackend
+from sglang_oasis.attention.device_backend import DeviceAttentionBackend
 from sglang_oasis.attention.row_observer import RowObserver
-from sglang_oasis.config import DENSE_BACKEND_NAME
+from sglang_oasis.attention.tier_backend import BACKEND_NAME, TierBackend
+from sglang_oasis.config import DENSE_BACKEND_NAME, LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.observability.metrics import MetricsExporter
@@ -24,7 +26,9 @@ from sglang_oasis.ops import cpu, native
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
 from sglang_oasis.seams.server_args import config_of, enabled
-from sglang_oasis.seams.sizing import layout_of_runner
+from sglang_oasis.seams.sizing import layout_of_runner, leftover_device_bytes
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.layout import TierLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ def install() -> None:
             ATTENTION_BACKEND_CHOICES.append(name)
 
 
-def _create(runner: Any) -> LookaheadAttentionBackend:
+def _create(runner: Any) -> TierBackend:
     from sglang.srt.runtime_context import get_serving
 
     catalogue.verify()
@@ -57,7 +61,7 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
         observer = runner.req_to_token_pool._aux_cache
         assert isinstance(observer, RowObserver), "the target's backend is created first"
         return LookaheadAttentionBackend(runner, config.of_draft_model(), layout_of_runner(runner), pool.host, observer)
-    backend = LookaheadAttentionBackend(runner, config, layout_of_runner(runner), pool.host)
+    backend = _create_for(runner, config, layout_of_runner(runner), pool.host)
     labels = _rank_labels()
     if runner.server_args.enable_metrics:
         backend.exporter = MetricsExporter({"model_name": get_serving().served_model_name, **labels})
@@ -67,6 +71,16 @@ def _create(runner: Any) -> LookaheadAttentionBackend:
         backend.trace = SelectionTrace(folder / "_".join(labels.values()) if several else folder, backend.tier.layout)
     logger.info("%s", start_up_summary(backend))
     return backend
+
+
+def _create_for(runner: Any, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> TierBackend:
+    if runner.device == "cpu":
+        return LookaheadAttentionBackend(runner, config, layout, host)
+    from sglang_oasis.ops import cuda
+
+    cuda.install()
+    rows = runner.max_running_requests + 1
+    return DeviceAttentionBackend(runner, config, layout, host, leftover_device_bytes(runner.server_args, layout, rows))
 
 
 def _create_dense(runner: Any) -> DenseAttentionBackend:

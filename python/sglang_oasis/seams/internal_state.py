@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.attention.backend import LookaheadAttentionBackend
 from sglang_oasis.attention.dense import DenseAttentionBackend
+from sglang_oasis.attention.tier_backend import TierBackend
 from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.seams.catalogue import Seam
@@ -19,7 +19,7 @@ STATE_KEY = "lookahead_kv"
 
 def _add_statistics(result: Any, controller: Any, request: Any) -> Any:
     backend = controller.scheduler.tp_worker.model_runner.attn_backend
-    if isinstance(backend, LookaheadAttentionBackend):
+    if isinstance(backend, TierBackend):
         result.internal_state[STATE_KEY] = statistics(backend)
     elif isinstance(backend, DenseAttentionBackend):
         clock = backend.clock

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL_ALGORITHM, check_block_size
+from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL_ALGORITHM, check_block_size
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.selector import find_selector
+from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import native
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
@@ -124,7 +124,7 @@ def check_model(server_args: Any) -> None:
 
 
 def check_after_resolution(server_args: Any) -> None:
-    """Check that no CUDA graph is captured and that the tiers fit the memory.
+    """Check what depends on the device, and that the tiers fit the memory.
 
     Raises:
         LookaheadKVError: one sentence.
@@ -132,14 +132,9 @@ def check_after_resolution(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     view = resolving_view(server_args)
-    for phase in ("decode", "prefill"):
-        backend = getattr(view.cuda_graph_config, phase).backend
-        if backend != "disabled":
-            raise LookaheadKVError(
-                f"{asked_by(server_args)} does not run in CUDA graphs yet, and --cuda-graph-backend-{phase} is "
-                f"{backend}: leave it out."
-            )
     if enabled(server_args):
+        if view.device != "cpu":
+            _check_device(server_args, view)
         _check_memory(server_args, model_config_of(server_args), view)
     elif view.device != "cpu":
         raise LookaheadKVError(
@@ -148,6 +143,34 @@ def check_after_resolution(server_args: Any) -> None:
     if view.device == "cpu":
         wait_passively()
         native.prepare()  # here, where the user sees it, and not in every rank
+
+
+def _check_device(server_args: Any, view: Any) -> None:
+    """Refuse what only a CPU does so far."""
+    if view.device != "cuda":
+        raise LookaheadKVError(
+            f"--enable-lookahead-kv runs on CPUs and CUDA devices, not on {view.device}: leave it out."
+        )
+    config = config_of(server_args, view.page_size)
+    wanted: dict[str, tuple[bool, str]] = {
+        "--lookahead-kv-miss-policy auto": (config.miss_policy == AUTO, "use drop or fetch"),
+        "--lookahead-kv-fetch-ratio auto": (config.fetch_ratio is None, "give a number"),
+        "--lookahead-kv-audit-interval": (config.audit_interval > 0, "leave it out"),
+        f"--lookahead-kv-selector {config.selector}": (
+            not isinstance(find_selector(config.selector), BoundSelector),
+            "use minmax or midrange",
+        ),
+        "--speculative-algorithm": (view.speculative_algorithm is not None, "leave it out"),
+    }
+    for what, (asked, remedy) in wanted.items():
+        if asked:
+            raise LookaheadKVError(f"--enable-lookahead-kv does not do {what} on a CUDA device yet: {remedy}.")
+    prefill = view.cuda_graph_config.prefill.backend
+    if prefill not in ("disabled", "breakable"):
+        raise LookaheadKVError(
+            f"--enable-lookahead-kv runs the attention of prefill outside of CUDA graphs, and "
+            f"--cuda-graph-backend-prefill is {prefill}: use breakable or disabled."
+        )
 
 
 def _check_folder(flag: str, path: str, load_format: str) -> None:

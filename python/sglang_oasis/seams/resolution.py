@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.attention.backend import BACKEND_NAME
+from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.seams.server_args import EAGLE3, algorithm_of, enabled, uses_host_pool

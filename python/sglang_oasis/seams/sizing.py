@@ -15,6 +15,7 @@ from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.staging import PrefillStaging
 
 logger = logging.getLogger(__name__)
 
@@ -148,13 +149,25 @@ def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return result
     device_bytes = configurator.server_args._lookahead_kv_device_bytes
-    draft = draft_layout(configurator)
-    rows = layout_of_runner(configurator).rows_in(device_bytes, draft.row_bytes if draft else 0)
+    draft, layout = draft_layout(configurator), layout_of_runner(configurator)
+    if configurator.device != "cpu":
+        device_bytes -= staging_bytes(layout)
+    rows = layout.rows_in(device_bytes, draft.row_bytes if draft else 0)
     if rows < result and configurator.server_args.max_running_requests is not None:
         logger.warning(
             "max_running_requests is %d, not the requested %d: raise --lookahead-kv-device-gb for more.", rows, result
         )
     return min(result, rows)
+
+
+def staging_bytes(layout: TierLayout) -> int:
+    """Device bytes of the buffers through which prefill passes, where the KV cache is not the device's own memory."""
+    return PrefillStaging.bytes_of(layout, layout.max_blocks)
+
+
+def leftover_device_bytes(server_args: Any, layout: TierLayout, rows: int) -> int:
+    """Of the device budget, what `rows` rows and the staging buffers leave over."""
+    return max(0, server_args._lookahead_kv_device_bytes - rows * layout.row_bytes - staging_bytes(layout))
 
 
 def check_host_bytes(layout: TierLayout, host_bytes: int, draft: TierLayout | None = None) -> None:

@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.attention.backend import BACKEND_NAME
 from sglang_oasis.attention.drafting import DraftSteps
+from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted

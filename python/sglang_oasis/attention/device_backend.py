@@ -1,0 +1,227 @@
+"""SGLang attention backend `lookahead_kv` on a CUDA device: the device drives itself, also inside of a captured graph.
+
+Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (the out-of-graph and in-graph halves of the metadata,
+SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a replay's view of the batch holds),
+`model_executor/forward_batch_info.py`. Not run on a GPU yet. A decode step is the same eagerly and captured:
+
+    out of graph | `load` tables from the host's lengths, plan attention
+    in graph     | start what the last step left over; per layer: take tokens, attend, look ahead; join the side streams
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor
+
+from sglang_oasis.attention.batch import committed_tokens, decoded_tokens
+from sglang_oasis.attention.device_attention import choose_attention
+from sglang_oasis.attention.layers import layer_inputs
+from sglang_oasis.attention.plan import DecodePlan, PrefillRow, claim_rows, plan_decode
+from sglang_oasis.attention.slot_tables import SlotTable
+from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
+from sglang_oasis.config import FETCH, LookaheadKVConfig
+from sglang_oasis.lookahead.device_controller import DeviceController
+from sglang_oasis.lookahead.device_pipeline import Batch
+from sglang_oasis.ops.device_step import summarise_blocks
+from sglang_oasis.ops.streams import Streams, streams_of
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.page_cache import PageCache
+from sglang_oasis.tier.staging import PrefillStaging
+from sglang_oasis.tier.staging_plan import PrefillPass
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class DeviceAttentionBackend(TierBackend):
+    """Attention over two tiers, driven by the device.
+
+    Args:
+        runner, config, layout, host: as in `TierBackend`; the host pool is pinned.
+        cache_bytes: device memory that the page cache may use.
+        streams: of the device, None for its own.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: LookaheadKVConfig,
+        layout: TierLayout,
+        host: HostPool,
+        cache_bytes: int,
+        streams: Streams | None = None,
+    ) -> None:
+        super().__init__(runner, config, layout, host)
+        device = self.tier.device
+        streams = streams_of(device) if streams is None else streams
+        layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+        layers.sort(key=lambda module: module.layer_id)
+        self._scales = [module.scaling for module in layers]
+        query_heads = layers[0].tp_q_head_num
+        self._max_rows = self._rows.size + 1
+        self.controller = DeviceController(
+            config, self.tier, host, self._rows.req_to_token, scales=self._scales, max_rows=self._max_rows,
+            query_heads=query_heads, query_dtype=runner.dtype, streams=streams,
+        )  # fmt: skip
+        self.staging = PrefillStaging(
+            layout, host.kv, max_pages=layout.max_blocks,
+            cache_places=PageCache.places_in(layout, cache_bytes), device=device, streams=streams,
+        )  # fmt: skip
+        self._attention = choose_attention(layout, query_heads, runner.dtype, device)
+        passes = 1 + config.draft_tokens if config.miss_policy == FETCH else 1
+        kinds = sorted(set(layout.selected_blocks))
+        self._tables = [
+            {selected: SlotTable(layout, selected, self._max_rows, device) for selected in kinds} for _ in range(passes)
+        ]
+        self._steps_begun = 0
+        self._batch: Batch | None = None
+        self._tokens = 0
+        self._prefill: Sequence[PrefillRow] = ()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_bs > self._max_rows:
+            raise RuntimeError(f"A graph of {max_bs} requests was asked for, and there are {self._max_rows} rows.")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Kernels of all layers look up pages in SGLang's table of KV indices."""
+        if fm.is_decode() or fm.is_target_verify():
+            return SharedReadEnds.POST_REPLAY
+        return SharedReadEnds.UNKNOWN
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._batch, self._prefill = None, ()
+        if forward_batch.forward_mode.is_idle():
+            return
+        if (tokens := decoded_tokens(forward_batch)) is None:
+            self._plan_prefill(forward_batch)
+            return
+        entries = forward_batch.batch_size
+        self._batch, self._tokens = self.controller.batch(entries, tokens), tokens
+        rows = [] if in_capture else getattr(self._runner, ROWS_ATTRIBUTE)
+        lengths = committed_tokens(forward_batch, tokens)[: len(rows)]
+        plans = self._plan_decode(rows, lengths, tokens)
+        self.controller.load(forward_batch.req_pool_indices[: len(rows)], [plan.step for plan in plans], self._batch)
+        for tables, plan in zip(self._tables, plans, strict=False):
+            for selected, table in tables.items():
+                table.load(plan, forward_batch.req_pool_indices[: len(rows)])
+                for scale in set(self._scales):
+                    self._attention.decode.plan(table, entries, plan.step.tokens, scale)
+        if not in_capture:
+            self.controller.pipeline.publish()
+            self._publish_when_due()
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self._batch is None:
+            return
+        self.staging.cache.forget(forward_batch.out_cache_loc)
+        self.controller.begin_step(self._batch)
+        for tables in self._tables:
+            for table in tables.values():
+                for scale in set(self._scales):
+                    self._attention.decode.refresh(table, self._batch.rows, self._tokens // len(self._tables), scale)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
+        batch = self._batch
+        assert batch is not None
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
+        index, controller = layer.layer_id - self._kv_pool.start_layer, self.controller
+        resident, passes = self.tier.layers[index], len(self._tables)
+        indices = forward_batch.out_cache_loc.view(batch.rows, -1)
+        outs = []
+        for number, tables in enumerate(self._tables):
+            taken = slice(number, None, passes)  # a row's tokens are neighbours
+            written = indices[:, taken].flatten()
+            controller.take_tokens(index, number, batch, written, key[taken], value[taken])
+            controller.fetch_misses(index, number, batch, query[taken])
+            table = tables[resident.selected]
+            outs.append(
+                self._attention.decode.run(query[taken], resident.blocks, table, batch.rows, self._scales[index])
+            )
+        controller.look_ahead(index, batch, query)
+        if index == self.tier.layout.num_layers - 1:
+            controller.end_step()
+        out = outs[0] if passes == 1 else torch.stack(outs, dim=1)
+        return out.view(q.shape)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self._batch is not None:
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
+        index = layer.layer_id - self._kv_pool.start_layer
+        scale, fmt = self._scales[index], self.tier.layout.summary_format
+        out = torch.empty_like(query)
+        for group, kv in self.staging.layer(index, key, value):
+            summarise_blocks(kv, group.completed_places, self.host.summaries[index], group.completed_pages, fmt)
+            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group, scale)
+            for each, first_place in zip(self._prefill[group.requests], group.starts, strict=False):
+                if each.builds:
+                    self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens], scale)
+        return out.view(q.shape)
+
+    def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int) -> list[DecodePlan]:
+        self.controller.counters.decode_steps += 1
+        self.staging.join()
+        plans = plan_decode(
+            self.tier,
+            number=self._steps_begun + 1,
+            rows=torch.tensor(rows, dtype=torch.int64),
+            generations=torch.as_tensor(self._rows.req_generation[rows]),
+            lengths=lengths,
+            rids=(),
+            req_to_token=None,
+            tokens=tokens,
+            singly=tokens > 1 and self.config.miss_policy == FETCH,
+        )
+        self._steps_begun += len(plans)
+        if plans[0].cold:
+            self.controller.drain()
+        for cold in plans[0].cold:
+            pages = self._pages_of(cold.row, cold.window.open_block + 1)
+            self.controller.build_cold(cold.row, cold.window, pages)
+        return plans
+
+    def _plan_prefill(self, forward_batch: ForwardBatch) -> None:
+        self.controller.drain()
+        rows = getattr(self._runner, ROWS_ATTRIBUTE)
+        prefixes, new_tokens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        self._prefill = claim_rows(
+            self.tier,
+            rows=rows,
+            generations=self._rows.req_generation[rows].tolist(),
+            prefixes=prefixes,
+            new_tokens=new_tokens,
+            last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
+        )
+        batch = PrefillPass(
+            forward_batch.req_pool_indices, prefixes, new_tokens, forward_batch.out_cache_loc, self._rows.req_to_token
+        )
+        self._attention.prefill.plan(self.staging.begin(batch))

@@ -1,0 +1,45 @@
+"""Attention of a device by one Triton kernel, which serves any head size up to 256 and every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.attention.slot_tables import SlotTable
+from sglang_oasis.ops.device_step import attend
+from sglang_oasis.tier.staging_plan import StagedGroup
+
+
+class TritonDecode:
+    """One program per entry and KV head reads the slots one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._starts: dict[tuple[int, int], Tensor] = {}
+
+    def plan(self, table: SlotTable, entries: int, tokens: int, scale: float) -> None:
+        if (entries, tokens) not in self._starts:
+            self._starts[entries, tokens] = tokens * torch.arange(entries + 1, dtype=torch.int32, device=self._device)
+
+    def refresh(self, table: SlotTable, entries: int, tokens: int, scale: float) -> None:
+        pass
+
+    def run(self, query: Tensor, blocks: Tensor, table: SlotTable, entries: int, scale: float) -> Tensor:
+        tokens = len(query) // entries
+        slots = table.first_entries(entries)
+        return attend(query, blocks, *slots, self._starts[entries, tokens], scale, tokens)
+
+
+class TritonPrefill:
+    """The kernel that decodes serves any number of queries."""
+
+    def plan(self, groups: Sequence[StagedGroup]) -> None:
+        pass
+
+    def run(self, query: Tensor, kv: Tensor, group: StagedGroup, scale: float) -> Tensor:
+        starts = group.pages.query_starts
+        most = int((starts[1:] - starts[:-1]).max())
+        rows = group.kv_lengths  # pages are the slots of every row
+        return attend(query, kv, rows, group.slots, group.kv_lengths, group.query_starts, scale, most)
