@@ -211,7 +211,8 @@ def select_admissions(
     admissions: DeviceAdmissions,
     counters: Tensor,
 ) -> Launch:
-    _contiguous(predicted=predicted, candidates=candidates, rows=rows, **maps._asdict(), **admissions._asdict())
+    _contiguous(predicted=predicted, candidates=candidates, rows=rows, **maps._asdict())
+    _contiguous(**admissions._asdict())
     n, heads, selected = predicted.shape
     most = admissions.blocks.shape[-1]
     if most > selected:
@@ -246,7 +247,8 @@ def fetch_blocks(
     number: Tensor,
     offset: int,
 ) -> Launch:
-    _contiguous(blocks=blocks, host_kv=host_kv, rows=rows, **maps._asdict(), **admissions._asdict())
+    _contiguous(blocks=blocks, host_kv=host_kv, rows=rows, **maps._asdict())
+    _contiguous(**admissions._asdict())
     _flat(req_to_token=req_to_token)
     _, heads, places, _, block_size, head_dim = blocks.shape
     n, _, most = admissions.blocks.shape
