@@ -1,4 +1,4 @@
-"""Shapes of one layer's decode step, and the kernel launches that they lead to, without memory for their tensors."""
+"""Shapes of one layer's decode step, and the kernel launches that they lead to."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ QWEN3_8B = Workload()
 WORKLOADS = {"qwen3-8b": QWEN3_8B, "head-64": QWEN3_8B._replace(head_dim=64, heads=4, group=7, tokens=3, queries=2)}
 
 
-def launches_of(load: Workload) -> list[launches.Launch]:
-    """Every Triton kernel, launched for the workload on the meta device."""
+def launches_of(load: Workload, device: str = "meta") -> list[launches.Launch]:
+    """Every Triton kernel, as it is launched for the workload; the tensors are not initialised."""
     n, heads, size, dim = load.batch, load.heads, load.block_size, load.head_dim
     rows, logical, fmt, pages = n + 1, load.blocks + 1, load.fmt, n * load.blocks
 
     def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def kv(*shape: int) -> Tensor:
         return tensor(*shape, dtype=load.dtype)
@@ -89,8 +89,10 @@ def launches_of(load: Workload) -> list[launches.Launch]:
     maps = Maps(*(tensor(rows, heads, width) for width in (load.selected, load.selected, logical)))
     summaries = tensor(rows, heads, logical, record, dtype=torch.uint8)
     host_summaries = tensor(pages, heads, record, dtype=torch.uint8)
-    column = tensor(n)
-    table = StepTable(tensor(n, dtype=torch.int64), column, column, column, column, column, column, tensor(1))
+    lengths, graduates, completed, expected, urgent, candidates = (tensor(n) for _ in range(6))
+    table = StepTable(
+        tensor(n, dtype=torch.int64), lengths, graduates, completed, expected, urgent, candidates, tensor(1)
+    )
     # SGLang's projection leaves queries, keys and values of a token side by side.
     projected = kv(n * load.tokens, (load.group + 2) * heads, dim)
     query, keys, values = projected.split([load.group * heads, heads, heads], dim=1)
@@ -100,10 +102,10 @@ def launches_of(load: Workload) -> list[launches.Launch]:
     indices, req_to_token = tensor(n * load.tokens, dtype=torch.int64), tensor(rows, load.context + size)
     queries = query.unflatten(0, (n, load.tokens))[:, load.tokens - load.queries :]
     predicted = tensor(n, heads, load.selected, dtype=torch.int64)
-    starts, lengths = tensor(n + 1), tensor(n)
+    starts, kv_lengths = tensor(n + 1), tensor(n)
     slots = tensor(n, load.selected + load.local)
-    places = tensor(n, dtype=torch.int64)
-    scale = dim**-0.5
+    sources, targets = tensor(n, dtype=torch.int64), tensor(n, dtype=torch.int64)
+    scale, out = dim**-0.5, torch.empty_like(query)
     return [
         launches.take_tokens(
             blocks, maps, summaries, host_kv, host_summaries, req_to_token, table, indices, keys, values, 0, fmt
@@ -116,6 +118,6 @@ def launches_of(load: Workload) -> list[launches.Launch]:
             tensor(2, dtype=torch.int64),
         ),
         launches.fetch_blocks(blocks, maps, host_kv, req_to_token, table.rows, admissions, table.number, 1),
-        launches.attend(query, blocks, table.rows, slots, lengths, starts, scale, load.tokens, torch.empty_like(query)),
-        launches.summarise_blocks(host_kv, places, host_summaries, places, fmt),
+        launches.attend(query, blocks, table.rows, slots, kv_lengths, starts, scale, load.tokens, out),
+        launches.summarise_blocks(host_kv, sources, host_summaries, targets, fmt),
     ]  # fmt: skip
