@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from oasis_triton.conversions import convert
+
 
 @triton.jit
 def attend(
@@ -74,4 +76,4 @@ def attend(
         largest = now
 
     place = out + (token * (H * G) + of_group)[:, None] * D + d[None, :]
-    tl.store(place, (sums / total[:, None]).to(out.dtype.element_ty), mask=asked)
+    tl.store(place, convert(sums / total[:, None], out.dtype.element_ty), mask=asked)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from oasis_triton.conversions import convert
+
 
 @triton.jit
 def copy_chunk(source, target, CHUNK: tl.constexpr, TILE: tl.constexpr):
@@ -10,4 +12,4 @@ def copy_chunk(source, target, CHUNK: tl.constexpr, TILE: tl.constexpr):
     for start in tl.static_range(0, CHUNK, TILE):
         place = start + tl.arange(0, TILE)
         elements = tl.load(source + place, mask=place < CHUNK, eviction_policy="evict_first")
-        tl.store(target + place, elements.to(target.dtype.element_ty), mask=place < CHUNK)
+        tl.store(target + place, convert(elements, target.dtype.element_ty), mask=place < CHUNK)

@@ -9,23 +9,26 @@ import triton.language as tl
 
 
 @triton.jit
-def load_coordinates(
-    record, present, offset: tl.constexpr, WHICH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
-):
-    """Codes, or values of 16 bits, of half a vector in each record: [TILE, HALF], coordinates from `offset` on."""
+def load_vectors(record, present, WHICH: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
+    """Midpoints (WHICH 0) or half ranges (1) of each record: codes, or values of 16 bits, two times [TILE, HALF].
+
+    The first have the coordinates below D/2, the second those from D/2 on.
+    """
     d = tl.arange(0, HALF)
     mask = present[:, None] & (d < D // 2)[None, :]
     if BITS == 16:
-        place = record.to(tl.pointer_type(tl.bfloat16))[:, None] + WHICH * D + offset + d[None, :]
-        return tl.load(place, mask=mask, other=0.0)
+        place = record.to(tl.pointer_type(tl.bfloat16))[:, None] + WHICH * D + d[None, :]
+        return tl.load(place, mask=mask, other=0.0), tl.load(place + D // 2, mask=mask, other=0.0)
     else:
+        SIGN: tl.constexpr = 2 ** (BITS - 1) if WHICH == 0 else 0
+        place = record[:, None] + WHICH * (D * BITS // 8) + d[None, :]
         if BITS == 4:
-            byte = tl.load(record[:, None] + WHICH * (D // 2) + d[None, :], mask=mask, other=0).to(tl.int32)
-            code = byte & 15 if offset == 0 else byte >> 4
+            byte = tl.load(place, mask=mask, other=0).to(tl.int32)
+            below, above = byte & 15, byte >> 4
         else:
-            code = tl.load(record[:, None] + WHICH * D + offset + d[None, :], mask=mask, other=0).to(tl.int32)
-        SIGN: tl.constexpr = 2 ** (BITS - 1)
-        return (code ^ SIGN) - SIGN if WHICH == 0 else code
+            below = tl.load(place, mask=mask, other=0).to(tl.int32)
+            above = tl.load(place + D // 2, mask=mask, other=0).to(tl.int32)
+        return (below ^ SIGN) - SIGN, (above ^ SIGN) - SIGN
 
 
 @triton.jit
@@ -41,9 +44,9 @@ def project(
     COMPUTE: tl.constexpr,
 ):
     """Midpoints (WHICH 0) or half ranges (1) of each record times the query vectors: [TILE, VECTORS] float32."""
-    below = load_coordinates(record, present, 0, WHICH, D, HALF, BITS).to(COMPUTE)
-    above = load_coordinates(record, present, D // 2, WHICH, D, HALF, BITS).to(COMPUTE)
-    dot = tl.dot(above, high, tl.dot(below, low, input_precision="ieee"), input_precision="ieee")
+    below, above = load_vectors(record, present, WHICH, D, HALF, BITS)
+    dot = tl.dot(below.to(COMPUTE), low, input_precision="ieee")
+    dot = tl.dot(above.to(COMPUTE), high, dot, input_precision="ieee")
     if BITS < 16:
         scales = (record + 2 * D * BITS // 8).to(tl.pointer_type(tl.bfloat16))
         dot *= tl.load(scales + WHICH, mask=present, other=0.0).to(tl.float32)[:, None]
@@ -77,7 +80,7 @@ def estimate(
 ):
     """One program per (tile of blocks, KV head, entry).
 
-    Writes estimates [n, H, Q*G, N], of candidates only, and partials [n, H, tiles, 2, VECTORS]: the largest estimate
+    Writes estimates [n, H, Q*G, N], of candidates only, and partials [n, H, tiles, 2, Q*G]: the largest estimate
     and the sum of the exponentials relative to it. VECTORS is at least Q*G.
     """
     tile, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -102,9 +105,9 @@ def estimate(
     tl.store(place, found, mask=present[:, None] & (v < Q * G)[None, :])
     found = tl.where(present[:, None], found, float("-inf"))
     largest = tl.max(found, 0)
-    partial = partials + (at * tl.num_programs(0) + tile) * (2 * VECTORS) + v
-    tl.store(partial, largest)
-    tl.store(partial + VECTORS, tl.sum(tl.exp(found - largest[None, :]), 0))
+    partial = partials + (at * tl.num_programs(0) + tile) * (2 * Q * G) + v
+    tl.store(partial, largest, mask=v < Q * G)
+    tl.store(partial + Q * G, tl.sum(tl.exp(found - largest[None, :]), 0), mask=v < Q * G)
 
 
 @triton.jit
@@ -123,7 +126,6 @@ def rank(
     H: tl.constexpr,
     COUNT: tl.constexpr,
     ESTIMATE_TILE: tl.constexpr,
-    ESTIMATE_VECTORS: tl.constexpr,
     TILE: tl.constexpr,
     VECTORS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -143,10 +145,10 @@ def rank(
     total = tl.zeros((VECTORS,), tl.float32)
     for start in range(0, tl.cdiv(count, ESTIMATE_TILE), AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
-        partial = partials + ((at * tiles + tile) * (2 * ESTIMATE_VECTORS))[:, None] + v[None, :]
+        partial = partials + ((at * tiles + tile) * (2 * COUNT))[:, None] + v[None, :]
         mask = ((tile * ESTIMATE_TILE < count) & (tile < tiles))[:, None] & (v < COUNT)[None, :]
         tops = tl.load(partial, mask=mask, other=float("-inf"))
-        sums = tl.load(partial + ESTIMATE_VECTORS, mask=mask, other=0.0)
+        sums = tl.load(partial + COUNT, mask=mask, other=0.0)
         now = tl.where(v < COUNT, tl.maximum(largest, tl.max(tops, 0)), 0.0)
         total = total * tl.exp(largest - now) + tl.sum(sums * tl.exp(tops - now[None, :]), 0)
         largest = now

@@ -13,8 +13,8 @@ def select_admissions(
     slot_of,
     number,
     cap,
-    blocks,
-    slots,
+    admitted_blocks,
+    admitted_slots,
     counters,
     offset,
     logical,
@@ -29,8 +29,8 @@ def select_admissions(
     at = i * H + head
     count = tl.load(candidates + i)
     if count == 0:
-        tl.store(blocks + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=rank < C)
-        tl.store(slots + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=rank < C)
+        tl.store(admitted_blocks + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=rank < C)
+        tl.store(admitted_slots + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=rank < C)
         return
 
     resident = tl.load(rows + i) * H + head
@@ -46,9 +46,9 @@ def select_admissions(
     oldest = (tl.sort(age * WIDTH + rank) % WIDTH).to(tl.int32)
     wanted = tl.sum(missing.to(tl.int32), 0)
     admitted = tl.minimum(tl.minimum(tl.load(cap), C), wanted)
-    tl.store(slots + at * C + rank, tl.where(rank < admitted, oldest, -1), mask=rank < C)
-    tl.store(blocks + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=(rank >= admitted) & (rank < C))
+    tl.store(admitted_slots + at * C + rank, tl.where(rank < admitted, oldest, -1), mask=rank < C)
+    tl.store(admitted_blocks + at * C + rank, tl.full((WIDTH,), -1, tl.int32), mask=(rank >= admitted) & (rank < C))
     place = tl.cumsum(missing.to(tl.int32), 0) - 1
-    tl.store(blocks + at * C + place, block, mask=missing & (place < admitted))
+    tl.store(admitted_blocks + at * C + place, block, mask=missing & (place < admitted))
     tl.atomic_add(counters, admitted.to(tl.int64))
     tl.atomic_add(counters + 1, (wanted - admitted).to(tl.int64))

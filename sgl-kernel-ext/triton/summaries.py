@@ -6,6 +6,8 @@ A vector is handled as two halves, coordinates d and d + D/2, because those shar
 import triton
 import triton.language as tl
 
+from oasis_triton.conversions import to_bfloat16
+
 TINY = tl.constexpr(1.1754943508222875e-38)
 """Smallest normal float32."""
 ROUNDER = tl.constexpr(12582912.0)
@@ -36,12 +38,12 @@ def store_vector(record, low, high, WHICH: tl.constexpr, D: tl.constexpr, HALF: 
     present = d < D // 2
     if BITS == 16:
         place = record.to(tl.pointer_type(tl.bfloat16)) + WHICH * D + d
-        tl.store(place, low.to(tl.bfloat16), mask=present)
-        tl.store(place + D // 2, high.to(tl.bfloat16), mask=present)
+        tl.store(place, to_bfloat16(low), mask=present)
+        tl.store(place + D // 2, to_bfloat16(high), mask=present)
     else:
         LARGEST: tl.constexpr = 2 ** (BITS - 1 + WHICH) - 1
         largest = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
-        scale = tl.div_rn(largest, LARGEST * 1.0).to(tl.bfloat16)
+        scale = to_bfloat16(tl.div_rn(largest, LARGEST * 1.0))
         divisor = tl.maximum(scale.to(tl.float32), TINY)
         below = codes(low, divisor, -LARGEST * 1.0, LARGEST * 1.0, BITS)
         above = codes(high, divisor, -LARGEST * 1.0, LARGEST * 1.0, BITS)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from oasis_triton.chunks import copy_chunk
+from oasis_triton.conversions import convert
 from oasis_triton.summaries import summarise
 
 
@@ -70,10 +71,10 @@ def take_tokens(
     t = (i * M + token).to(tl.int64)
     key = tl.load(keys + (t * key_stride + head * key_head_stride)[:, None] + d[None, :], mask=present)
     value = tl.load(values + (t * value_stride + head * value_head_stride)[:, None] + d[None, :], mask=present)
-    tl.store(host[:, None] + d[None, :], key.to(host_kv.dtype.element_ty), mask=present)
-    tl.store(host[:, None] + B * D + d[None, :], value.to(host_kv.dtype.element_ty), mask=present)
-    tl.store(local[:, None] + d[None, :], key.to(blocks.dtype.element_ty), mask=present)
-    tl.store(local[:, None] + B * D + d[None, :], value.to(blocks.dtype.element_ty), mask=present)
+    tl.store(host[:, None] + d[None, :], convert(key, host_kv.dtype.element_ty), mask=present)
+    tl.store(host[:, None] + B * D + d[None, :], convert(value, host_kv.dtype.element_ty), mask=present)
+    tl.store(local[:, None] + d[None, :], convert(key, blocks.dtype.element_ty), mask=present)
+    tl.store(local[:, None] + B * D + d[None, :], convert(value, blocks.dtype.element_ty), mask=present)
     tl.debug_barrier()  # summaries read what other threads have just stored
 
     for which in tl.static_range(2):

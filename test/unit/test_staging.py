@@ -73,7 +73,9 @@ def test_staged_pages_are_the_host_pages_under_any_schedule(data: st.DataObject,
             request = live.pop(data.draw(st.integers(0, len(live) - 1)))
             world.release(request, {page for other in live for page in other.pages})
         elif action == "decode" and live:
-            world.decode(data.draw(st.sampled_from(live)))
+            request = data.draw(st.sampled_from(live))
+            for _ in range(data.draw(st.integers(1, 2 * BLOCK))):
+                world.decode(request)
         elif action == "prefill":
             if data.draw(st.booleans()) or not live:
                 parent = data.draw(st.sampled_from(live)) if live else None
@@ -84,6 +86,21 @@ def test_staged_pages_are_the_host_pages_under_any_schedule(data: st.DataObject,
             requests = data.draw(st.lists(st.sampled_from(live), min_size=1, max_size=4, unique=True))
             counts = [world.extend(request, data.draw(st.integers(0, 30))) for request in requests]
             prefill(world, requests, counts)
+
+
+def test_a_page_that_decode_filled_is_not_taken_for_the_one_that_was_cached_before() -> None:
+    world = World(cache_places=40)
+    first = world.admit()
+    assert first is not None
+    for count in (3 * BLOCK, 1):
+        prefill(world, [first], [world.extend(first, count)])  # the second chunk caches the first one's pages
+    world.release(first, still_used=set())
+    second = world.admit()
+    assert second is not None
+    for _ in range(2 * BLOCK):
+        world.decode(second)
+    assert second.pages == first.pages[:2]
+    prefill(world, [second], [world.extend(second, 1)])
 
 
 def test_a_prefix_that_was_staged_before_is_not_read_from_the_host_again() -> None:

@@ -26,7 +26,7 @@ COPY_TILE = 4096
 """Elements that a program copies at once."""
 SCORE_TILE, RANK_TILE, TILES_AT_ONCE = 64, 256, 32
 """Blocks that a program estimates and ranks; tiles whose sums it combines at once."""
-ATTENTION_TILE = 64
+ATTENTION_TILE = 32
 """Tokens of K and V that a program holds at once."""
 MOST_VECTORS = 64
 """Query vectors that share a tile of attention."""
@@ -156,7 +156,7 @@ def score_blocks(
     dot_vectors = power_of_two(vectors, LEAST_DOT)
     kept = torch.float32 if fmt.bits == 16 and queries.dtype == torch.float16 else queries.dtype
     estimates = torch.empty((n, heads, vectors, logical), device=queries.device)
-    partials = torch.empty((n, heads, tiles, 2, dot_vectors), device=queries.device)
+    partials = torch.empty((n, heads, tiles, 2, vectors), device=queries.device)
     shared = {"rows": rows, "candidates": candidates, "estimates": estimates, "partials": partials, "logical": logical}
     estimate = {
         **shared,
@@ -189,7 +189,6 @@ def score_blocks(
         "H": heads,
         "COUNT": vectors,
         "ESTIMATE_TILE": SCORE_TILE,
-        "ESTIMATE_VECTORS": dot_vectors,
         "TILE": RANK_TILE,
         "VECTORS": power_of_two(vectors),
         "AT_ONCE": TILES_AT_ONCE,
@@ -211,7 +210,8 @@ def select_admissions(
     admissions: DeviceAdmissions,
     counters: Tensor,
 ) -> Launch:
-    _contiguous(predicted=predicted, candidates=candidates, rows=rows, **maps._asdict(), **admissions._asdict())
+    _contiguous(predicted=predicted, candidates=candidates, rows=rows, **maps._asdict())
+    _contiguous(**admissions._asdict())
     n, heads, selected = predicted.shape
     most = admissions.blocks.shape[-1]
     if most > selected:
@@ -224,7 +224,8 @@ def select_admissions(
         "slot_of": maps.slot_of,
         "number": number,
         "cap": cap,
-        **admissions._asdict(),
+        "admitted_blocks": admissions.blocks,
+        "admitted_slots": admissions.slots,
         "counters": counters,
         "offset": offset,
         "logical": maps.slot_of.shape[-1],
@@ -246,7 +247,8 @@ def fetch_blocks(
     number: Tensor,
     offset: int,
 ) -> Launch:
-    _contiguous(blocks=blocks, host_kv=host_kv, rows=rows, **maps._asdict(), **admissions._asdict())
+    _contiguous(blocks=blocks, host_kv=host_kv, rows=rows, **maps._asdict())
+    _contiguous(**admissions._asdict())
     _flat(req_to_token=req_to_token)
     _, heads, places, _, block_size, head_dim = blocks.shape
     n, _, most = admissions.blocks.shape

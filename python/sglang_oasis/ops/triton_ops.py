@@ -1,8 +1,8 @@
 """The Triton implementations of the ops; importing this module puts them in the place of the references on CUDA.
 
 They decline, and the reference runs, where a head size is not a multiple of 16 or larger than 256. Host tensors that
-they are given must be pinned: the kernels reach them by address. Triton's launcher takes a pinned CPU tensor as it takes
-a CUDA tensor, and refuses another. Under TRITON_INTERPRET=1 the same functions work on CPU tensors.
+they are given must be pinned: the kernels reach them by address. Triton's launcher takes a pinned CPU tensor like a
+CUDA tensor, and refuses another. Under TRITON_INTERPRET=1 the same functions work on CPU tensors.
 """
 
 from __future__ import annotations

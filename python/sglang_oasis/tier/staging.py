@@ -110,6 +110,8 @@ class PrefillStaging:
         if self._last_written is not None:
             self._streams.wait(self._last_written)
             self._last_written = None
+        if self._turn < self._turns:
+            self._abandon()
 
     def begin(self, batch: PrefillPass) -> Sequence[StagedGroup]:
         """Plan a pass and send for the first layer's prefix.
@@ -118,8 +120,6 @@ class PrefillStaging:
             The groups that every layer goes through, in this order.
         """
         self.join()
-        if self._turn < self._turns:
-            self._abandon()
         self.cache.forget(batch.indices)
         # The tables of the last pass may be given up: the current stream has waited for all that read them.
         self._groups = plan_pass(batch, self.cache, self._max_pages)
@@ -159,7 +159,8 @@ class PrefillStaging:
             self._turn += 1
 
     def _abandon(self) -> None:
-        """The last pass stopped between its layers."""
+        """The last pass stopped between its layers; what it had sent for may still be on its way."""
+        self._turn = self._turns = 0
         self.cache.clear()
         for buffer in self._buffers:
             if buffer.fetched is not None:
