@@ -150,7 +150,7 @@ class DeviceAttentionBackend(TierBackend):
         outs = []
         for number, tables in enumerate(self._tables):
             taken = slice(number, None, passes)  # a row's tokens are neighbours
-            written = indices[:, taken].flatten()
+            written = indices[:, taken].contiguous().flatten()
             controller.take_tokens(index, number, batch, written, key[taken], value[taken])
             controller.fetch_misses(index, number, batch, query[taken])
             table = tables[resident.selected]

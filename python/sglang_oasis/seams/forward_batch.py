@@ -17,7 +17,7 @@ from sglang_oasis.seams.server_args import enabled
 def _note_requests(result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:
     if not enabled(model_runner.server_args):
         return result
-    setattr(model_runner, ROWS_ATTRIBUTE, [request.req_pool_idx for request in batch.reqs])
+    setattr(model_runner, ROWS_ATTRIBUTE, [request.kv.req_pool_idx for request in batch.reqs])
     if batch.forward_mode.is_extend_without_speculative():
         last_chunks = [request.extend_end == len(request.full_untruncated_fill_ids) for request in batch.reqs]
         setattr(model_runner, LAST_CHUNKS_ATTRIBUTE, last_chunks)
