@@ -152,9 +152,8 @@ def model_of(name: str, weight_bits: float | None = None) -> ModelShape:
         return shape_of(_read_config(path), str(folder), weight_bits)
     short = short_name(name).lower()
     if short not in known:
-        raise LookaheadKVError(
-            f"--model {name} is not known: use one of {', '.join(map(short_name, KNOWN_MODELS))}, a model's folder or its config.json."
-        )
+        names = ", ".join(map(short_name, KNOWN_MODELS))
+        raise LookaheadKVError(f"--model {name} is not known: use one of {names}, a model's folder or its config.json.")
     return shape_of(KNOWN_MODELS[known[short]], known[short], weight_bits)
 
 

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-WARM_UP_STEPS, MEASURED_STEPS = 8, 8
+WARM_UP_STEPS, MEASURED_STEPS = 16, 16
+"""Where device and link take equally long, the backlog settles slowly; it is one task per layer at most, so the mean
+over the measured steps is off by at most a step's background work divided by their number."""
 STAGES = ("predict", "select", "transfer")
 FORWARD = "forward"
 SHARE_THE_DEVICE = (FORWARD, "predict", "select")
@@ -49,7 +51,7 @@ class Simulation(NamedTuple):
 
 
 def simulate(layers: int, work: LayerWork, epilogue: float) -> Simulation:
-    """Run decode steps until their time repeats, and measure some.
+    """Run decode steps, and measure those after the first.
 
     Args:
         layers: equal layers, at least one.
