@@ -332,8 +332,8 @@ def test_what_is_impossible_gets_one_sentence_and_status_2(
     ("record", "complaint"),
     [
         ("{", "is no JSON file"),
-        ("[1]", "give copy_bytes_per_second"),
-        ('{"name": "x"}', "lacks or misspells copy_bytes_per_second"),
+        ("[1]", "give flops_per_second"),
+        ('{"name": "x"}', "lacks or misspells flops_per_second"),
         ({"link": 1}, "lacks or misspells link"),
         ({"memory_bytes": 0}, "memory_bytes 0"),
         ({"flops_per_second": "fast"}, "flops_per_second fast"),

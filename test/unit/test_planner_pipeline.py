@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -155,13 +156,10 @@ def test_with_the_papers_unhindered_step_throughput_falls_as_it_does_there(measu
     assert next(point.stall_seconds for point in measured_step if point.ratio == 0.1) > 0
 
 
-def test_the_recomputed_numbers_can_be_printed_and_kept(
-    tmp_path: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = f"{tmp_path}/papers.json"
-    papers.main(["--output-json", file])
+def test_the_recomputed_numbers_can_be_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "papers.json"
+    papers.main(["--output-json", str(file)])
     assert "hardware alone" in capsys.readouterr().out
-    with open(file) as opened:
-        record = json.load(opened)
+    record = json.loads(file.read_text())
     assert len(record["numbers"]) == len(papers.worked_numbers())
     assert set(record["ablation"]) == {"hardware alone", "the paper's unhindered step"}

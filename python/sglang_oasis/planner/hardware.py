@@ -22,7 +22,6 @@ class Gpu:
         memory_bytes_per_second: data-sheet bandwidth of its memory.
         flops_per_second: data-sheet peak of dense bfloat16 matrix products.
         link_bytes_per_second: nominal rate of the host link in one direction.
-        copy_bytes_per_second: what its copy engines reach from pinned host memory.
         gather_bytes_per_second: what a kernel that reads pinned host memory reaches; lookahead KV fetches this way.
         source: where the numbers come from.
     """
@@ -32,7 +31,6 @@ class Gpu:
     memory_bytes_per_second: float
     flops_per_second: float
     link_bytes_per_second: float
-    copy_bytes_per_second: float
     gather_bytes_per_second: float
     source: str = ""
 
@@ -44,11 +42,9 @@ GPUS = {
         memory_bytes_per_second=3.35e12,
         flops_per_second=989e12,
         link_bytes_per_second=64e9,
-        copy_bytes_per_second=55e9,
         gather_bytes_per_second=35.2e9,
-        source="NVIDIA H100 data sheet (PCIe Gen5 x16); copy: nvbandwidth host_to_device_memcpy_ce, 55.6 in NVIDIA's "
-        "introduction of nvbandwidth; gather: host_to_device_memcpy_sm, 35.0 to 35.4 on eight GPUs, "
-        "github.com/NVIDIA/nvbandwidth/issues/24",
+        source="NVIDIA H100 data sheet (PCIe Gen5 x16); gather: nvbandwidth host_to_device_memcpy_sm, 35.0 to 35.4 on "
+        "eight GPUs, github.com/NVIDIA/nvbandwidth/issues/24",
     ),
     "h200": Gpu(
         "H200 SXM 141GB",
@@ -56,9 +52,8 @@ GPUS = {
         memory_bytes_per_second=4.8e12,
         flops_per_second=989e12,
         link_bytes_per_second=64e9,
-        copy_bytes_per_second=55e9,
         gather_bytes_per_second=35.2e9,
-        source="NVIDIA H200 data sheet (PCIe Gen5 x16); link rates taken over from the H100, the same chip and link",
+        source="NVIDIA H200 data sheet (PCIe Gen5 x16); gather taken over from the H100, the same chip and link",
     ),
     "a100": Gpu(
         "A100 SXM 80GB",
@@ -66,10 +61,9 @@ GPUS = {
         memory_bytes_per_second=2.039e12,
         flops_per_second=312e12,
         link_bytes_per_second=32e9,
-        copy_bytes_per_second=25e9,
         gather_bytes_per_second=25.1e9,
-        source="NVIDIA A100 data sheet (PCIe Gen4 x16); copy: measured peak in the BaM paper, "
-        "github.com/ZaidQureshi/bam/issues/54; gather: github.com/NVIDIA/nvbandwidth/issues/42",
+        source="NVIDIA A100 data sheet (PCIe Gen4 x16); gather: nvbandwidth host_to_device_memcpy_sm, "
+        "github.com/NVIDIA/nvbandwidth/issues/42",
     ),
     "l40s": Gpu(
         "L40S 48GB",
@@ -77,9 +71,8 @@ GPUS = {
         memory_bytes_per_second=0.864e12,
         flops_per_second=362e12,
         link_bytes_per_second=32e9,
-        copy_bytes_per_second=25e9,
         gather_bytes_per_second=25.1e9,
-        source="NVIDIA L40S data sheet (PCIe Gen4 x16); link rates taken over from the A100, the same link",
+        source="NVIDIA L40S data sheet (PCIe Gen4 x16); gather taken over from the A100, the same link",
     ),
 }
 

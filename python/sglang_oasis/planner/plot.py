@@ -18,7 +18,7 @@ def save_plot(plan: Plan, file: Path) -> None:
         from matplotlib.axes import Axes
         from matplotlib.figure import Figure
     except ImportError:
-        raise LookaheadKVError("--plot needs matplotlib: pip install 'sglang-oasis[benchmark]'.") from None
+        raise LookaheadKVError("--plot needs matplotlib: pip install 'sglang-oasis[planner]'.") from None
 
     def memory(axes: Axes) -> None:
         deployment, request, rows = plan.deployment, plan.request, plan.batch + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.planner.plan import Plan
 from sglang_oasis.planner.roofline import Step
 
@@ -57,8 +58,15 @@ def record_of(plan: Plan) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """The tables and the command on standard output."""
-    import rich
+    """The tables and the command on standard output.
+
+    Raises:
+        LookaheadKVError: rich is missing.
+    """
+    try:
+        import rich
+    except ImportError:
+        raise LookaheadKVError("The tables need rich: pip install 'sglang-oasis[planner]'.") from None
 
     deployment = plan.deployment
     title = f"{deployment.model.name} on {deployment.tp} x {deployment.gpu.name}, {deployment.context} tokens a request"
