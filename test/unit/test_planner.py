@@ -189,6 +189,25 @@ def test_more_device_memory_never_holds_fewer_requests(mib: int, more: int) -> N
     assert less.lookahead <= most.lookahead
 
 
+@given(st.integers(1, 200_000), st.integers(1, 40))
+@settings(max_examples=50, deadline=None)
+def test_the_host_holds_as_many_requests_as_it_has_pages_for(context: int, requests: int) -> None:
+    plan = deployment("Qwen3-235B-A22B", "h200", context, tp=8)
+    enough = plan.tp * (1 + requests * -(-context // 16)) * plan.layout.host_page_bytes
+    assert capacity_of(replace(plan, host_bytes=enough)).host_requests == requests
+    if requests > 1:
+        assert capacity_of(replace(plan, host_bytes=enough - 1)).host_requests == requests - 1
+
+
+@given(st.integers(1, 200_000))
+@settings(max_examples=50, deadline=None)
+def test_rows_and_the_staging_of_a_prompt_fill_the_device_but_for_less_than_a_row(context: int) -> None:
+    plan = deployment(context=context)
+    rows = capacity_of(plan).lookahead + 1
+    left = plan.kv_bytes - rows * plan.layout.row_bytes - 2 * context * 2 * 8 * 128 * 2
+    assert 0 <= left < plan.layout.row_bytes
+
+
 def test_a_larger_budget_never_lets_more_requests_in() -> None:
     rows = [capacity_of(deployment(budget_tokens=budget)).lookahead for budget in (512, 1024, 2048, 4096, 8192)]
     assert rows == sorted(rows, reverse=True)
@@ -235,6 +254,14 @@ def test_a_dense_step_reads_weights_and_cache_at_the_bandwidth_of_the_memory() -
     assert dense_step(plan, batch).seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("smoothing", "passes"), [(0.0, 1), (0.9, 3)])
+def test_predicting_reads_all_summaries_and_passes_over_the_scores(smoothing: float, passes: int) -> None:
+    plan, batch = deployment(smoothing=smoothing), 10
+    scores = 36 * 8 * 2049 * 4
+    expected = batch * (plan.layout.row_summary_bytes + passes * scores) / 3.35e12
+    assert sparse_step(plan, batch, blocks=6).predict == pytest.approx(expected)
+
+
 def test_a_large_batch_of_short_requests_is_bound_by_compute() -> None:
     assert dense_step(deployment(context=64), 4000).bound == "compute"
 
@@ -259,7 +286,7 @@ def test_the_fetch_cap_is_what_the_link_hides_unless_it_is_given() -> None:
     st.sampled_from([512, 2048, 4096]),
     st.sampled_from([None, 1, 5]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_recommended_flags_give_the_planned_rows_and_cap(
     model: str, context: int, budget: int, batch: int | None
 ) -> None:

@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def tokens_of_step_bytes(self) -> float:
-        """The same as tokens of KV per request, as OasisKV section 2 counts them."""
+        """The same as tokens of KV per request, as OasisKV counts them by Eq. 3."""
         return self.step_bytes / self.batch / self.deployment.kv_token_bytes
 
     @property
