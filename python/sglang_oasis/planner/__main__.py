@@ -1,0 +1,128 @@
+"""The command line of the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DEFAULT_FETCH_RATIO, LookaheadKVConfig
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.planner.capacity import Deployment, default_memory_fraction
+from sglang_oasis.planner.hardware import GPUS, gpu_of
+from sglang_oasis.planner.models import KNOWN_MODELS, model_of, short_name
+from sglang_oasis.planner.plan import make_plan
+from sglang_oasis.planner.plot import save_plot
+from sglang_oasis.planner.report import print_plan, record_of
+
+INVALID = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence, without the usage that argparse would print before it."""
+        self.exit(INVALID, f"{message[0].upper()}{message[1:]}.\n")
+
+
+def _number(least: float, most: float, kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    """A parser of numbers from `least` to `most`; `float` excludes `least` itself."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least - 1)
+        if not (least <= value if kind is int else least < value) or not value <= most:
+            bounds = f"above {least:g}" if kind is float else f"{least:g} or more"
+            limit = f" and at most {most:.12g}" if most < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"{text} is not possible, give a number {bounds}{limit}")
+        return value
+
+    return parse
+
+
+MOST = 10**9
+"""Tokens, GPUs or requests; more is a slip of the finger."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m sglang_oasis.planner",
+        description="What lookahead KV gives a model on a GPU: requests, bytes, step times, and the flags for it.",
+    )
+    count, amount = _number(1, MOST, int), _number(0, 1e9, float)
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help=f"a model's folder, its config.json, or one of {', '.join(map(short_name, KNOWN_MODELS))}",
+    )
+    add("--gpu", required=True, help=f"one of {', '.join(GPUS)}, or a JSON file with the fields of a GPU")
+    add("--context", type=count, required=True, metavar="TOKENS", help="of every request, prompt and output")
+    add("--tp", type=count, default=1, metavar="GPUS", help="tensor-parallel GPUs, on one host (default: 1)")
+    add("--host-gb", type=amount, metavar="GB", help="host memory for the KV cache, of all GPUs together "
+        "(default: as much as the requests take)")  # fmt: skip
+    add("--batch", type=count, metavar="REQUESTS", help="that decode at once (default: as many as fit)")
+    add("--mem-fraction", type=_number(0, 1, float), metavar="SHARE", help="of each GPU's memory for weights and KV "
+        "cache (default: as SGLang would choose)")  # fmt: skip
+    add("--weight-bits", type=_number(0, 64, float), metavar="BITS", help="per weight (default: those of the dtype)")
+    add("--budget", type=count, default=2048, metavar="TOKENS", help="selected per KV head and layer (default: 2048)")
+    add("--page-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens per block: 8, 16 or 32 (default: 16)")
+    add("--fetch-ratio", default=AUTO, metavar="SHARE", help="fetch cap, of the budget (default: what the link hides, "
+        f"{DEFAULT_FETCH_RATIO} at most)")  # fmt: skip
+    add("--summary-dtype", default="int4", help="bf16, int8 or int4 (default)")
+    add("--dense-layers", default="", help="layers that keep every block on the device, e.g. 0,1")
+    add("--drift", type=amount, metavar="BLOCKS", help="that a step wants anew, per KV head and layer (default: more "
+        "than the fetch cap lets through)")  # fmt: skip
+    add("--output-json", type=Path, metavar="FILE", help="write everything there")
+    add("--plot", type=Path, metavar="FILE", help="write a figure there, in the format of its suffix")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a plan; 2 and one sentence on standard error where there is none."""
+    asked = _parser().parse_args(arguments)
+    try:
+        gpu = gpu_of(asked.gpu)
+        fraction = default_memory_fraction(gpu, asked.tp) if asked.mem_fraction is None else asked.mem_fraction
+        deployment = Deployment(
+            model=model_of(asked.model, asked.weight_bits),
+            gpu=gpu,
+            config=LookaheadKVConfig.from_flags(
+                {
+                    "lookahead_kv_budget_tokens": asked.budget,
+                    "lookahead_kv_fetch_ratio": asked.fetch_ratio,
+                    "lookahead_kv_summary_dtype": asked.summary_dtype,
+                    "lookahead_kv_dense_layers": asked.dense_layers,
+                },
+                asked.page_size,
+            ),
+            context=asked.context,
+            tp=asked.tp,
+            host_bytes=None if asked.host_gb is None else int(asked.host_gb * 1e9),
+            memory_fraction=fraction,
+        )
+        plan = make_plan(deployment, asked.batch, asked.drift)
+        if asked.output_json is not None:
+            _write_json(asked.output_json, record_of(plan))
+        if asked.plot is not None:
+            save_plot(plan, asked.plot)
+        print_plan(plan)
+    except LookaheadKVError as error:
+        print(error, file=sys.stderr)
+        return INVALID
+    return 0
+
+
+def _write_json(file: Path, record: object) -> None:
+    try:
+        file.write_text(json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise LookaheadKVError(f"--output-json {file} cannot be written ({error.strerror}): give another.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""How many requests fit: dense (OasisKV Eq. 1 and 2) and with lookahead KV, and what every tier takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.planner.hardware import MIB, Gpu
+from sglang_oasis.planner.models import ModelShape
+from sglang_oasis.tier.layout import TierLayout
+
+STAGED_LAYERS = 2
+"""Layers of a prompt's KV that lie on the device while it is prefilled."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is planned: a model on `tp` equal GPUs of one host.
+
+    Attributes:
+        model, gpu: the shapes.
+        config: lookahead KV's.
+        context: tokens of every request, prompt and output.
+        tp: tensor-parallel ranks.
+        host_bytes: host memory for the KV cache of all ranks, None for as much as it takes.
+        memory_fraction: of each GPU, for weights and KV cache (SGLang's --mem-fraction-static).
+    """
+
+    model: ModelShape
+    gpu: Gpu
+    config: LookaheadKVConfig
+    context: int
+    tp: int
+    host_bytes: int | None
+    memory_fraction: float
+
+    def __post_init__(self) -> None:
+        model, tp = self.model, self.tp
+        if model.query_heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
+            raise LookaheadKVError(
+                f"--tp {tp} does not divide {model.name}'s {model.query_heads} query heads and {model.kv_heads} KV "
+                f"heads: give another number of GPUs."
+            )
+        if self.kv_bytes <= 0:
+            raise LookaheadKVError(
+                f"{model.name} takes {self.weight_bytes / 1e9:.1f} GB of each {self.gpu.name}, of which "
+                f"{self.static_bytes / 1e9:.1f} GB are for weights and KV cache: raise --tp or --mem-fraction."
+            )
+
+    @property
+    def layout(self) -> TierLayout:
+        """The tiers of one rank, as the server would lay them out."""
+        return TierLayout.of(
+            self.config,
+            num_layers=self.model.layers,
+            kv_heads=self.model.kv_heads_of_rank(self.tp),
+            head_dim=self.model.head_dim,
+            dtype=self.model.dtype,
+            context_length=self.context,
+            draft_tokens=self.config.draft_tokens,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights on one rank."""
+        return int(self.model.parameters * self.model.weight_bytes / self.tp)
+
+    @property
+    def static_bytes(self) -> int:
+        """Of one GPU, for weights and KV cache."""
+        return int(self.gpu.memory_bytes * self.memory_fraction)
+
+    @property
+    def kv_bytes(self) -> int:
+        """M_HBM of OasisKV Eq. 2: of one GPU, for the KV cache."""
+        return self.static_bytes - self.weight_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token in all layers on one rank."""
+        return self.model.kv_token_bytes // self.model.kv_heads * self.model.kv_heads_of_rank(self.tp)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory in which one prompt is prefilled: two layers of it."""
+        return STAGED_LAYERS * self.context * self.kv_token_bytes // self.model.layers
+
+
+def default_memory_fraction(gpu: Gpu, tp: int) -> float:
+    """SGLang's own --mem-fraction-static, without its small allowance for captured prefills.
+
+    Read from sglang 0.5.23, `arg_groups/memory_hook.py`: MiB for activations, metadata and captured decode steps.
+    """
+    memory = gpu.memory_bytes / MIB
+    chunk, captured = _prefill_chunk_and_captured_batch(memory, tp)
+    reserved = 512 + 1.5 * chunk + 128 * tp + 2 * captured
+    if memory > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((memory - reserved) / memory, 3)
+
+
+def _prefill_chunk_and_captured_batch(memory: float, tp: int) -> tuple[int, int]:
+    """SGLang's chunked_prefill_size and largest captured decode batch on a GPU with so many MiB."""
+    few = tp < 4
+    if memory < 20 * 1024:
+        return 2048, 8
+    if memory < 35 * 1024:
+        return 4096, 48 if few else 160
+    if memory < 60 * 1024:
+        return 4096, 32 if few else 160
+    if memory < 160 * 1024:
+        return 8192, 256 if few else 512
+    return 16384, 512
+
+
+def dense_batch(kv_bytes: int, context: int, token_bytes: int) -> int:
+    """B_max of OasisKV Eq. 2: requests of `context` tokens whose whole KV cache fits."""
+    return kv_bytes // (context * token_bytes)
+
+
+class RequestBytes(NamedTuple):
+    """What one request takes on one rank, by tier.
+
+    Attributes:
+        host_kv, host_summaries: its pages in the host pool.
+        resident: its blocks on the device.
+        head_maps: which block is in which slot, its inverse, and when each was last selected.
+        averages: average scores of its blocks.
+        row_summaries: summaries of its blocks on the device.
+    """
+
+    host_kv: int
+    host_summaries: int
+    resident: int
+    head_maps: int
+    averages: int
+    row_summaries: int
+
+    @property
+    def host(self) -> int:
+        return self.host_kv + self.host_summaries
+
+    @property
+    def device(self) -> int:
+        return self.resident + self.head_maps + self.averages + self.row_summaries
+
+
+def request_bytes(layout: TierLayout, context: int) -> RequestBytes:
+    """Bytes of a request of `context` tokens in a row of `layout`."""
+    pages = -(-context // layout.block_size)
+    kv = layout.num_layers * layout.kv_heads * layout.chunk_bytes
+    slots = sum(layout.selected_blocks) + layout.num_layers * layout.local_slots
+    resident = layout.kv_heads * slots * layout.chunk_bytes
+    averages = layout.row_bytes - replace(layout, smoothed=False).row_bytes
+    return RequestBytes(
+        host_kv=pages * kv,
+        host_summaries=pages * (layout.host_page_bytes - kv),
+        resident=resident,
+        head_maps=layout.row_bytes - resident - averages - layout.row_summary_bytes,
+        averages=averages,
+        row_summaries=layout.row_summary_bytes,
+    )
+
+
+class Capacity(NamedTuple):
+    """Requests that decode at once.
+
+    Attributes:
+        dense: with the whole KV cache on the device.
+        lookahead: with lookahead KV, the smaller of the next two.
+        device_rows: that the device holds.
+        host_requests: that the host holds, None where its memory was not given.
+    """
+
+    dense: int
+    lookahead: int
+    device_rows: int
+    host_requests: int | None
+
+    @property
+    def bound(self) -> str:
+        """Memory that lookahead KV runs out of first."""
+        return "host memory" if self.host_requests == self.lookahead < self.device_rows else "device memory"
+
+
+def capacity_of(deployment: Deployment) -> Capacity:
+    """Largest batches of a deployment.
+
+    Raises:
+        LookaheadKVError: not even one request fits.
+    """
+    layout = deployment.layout
+    rows = layout.rows_in(max(0, deployment.kv_bytes - deployment.staging_bytes))
+    dense = dense_batch(deployment.kv_bytes, deployment.context, deployment.kv_token_bytes)
+    if deployment.host_bytes is None:
+        return Capacity(dense, rows, rows, None)
+    request = request_bytes(layout, deployment.context).host
+    # SGLang keeps page 0 for padding.
+    hosted = (deployment.host_bytes // deployment.tp - layout.host_page_bytes) // request
+    if hosted < 1:
+        least = deployment.tp * (request + layout.host_page_bytes) / 1e9
+        raise LookaheadKVError(
+            f"--host-gb {deployment.host_bytes / 1e9:g} is too little for one request of {deployment.context} tokens: "
+            f"give at least {least:.3f}."
+        )
+    return Capacity(dense, min(rows, hosted), rows, hosted)
+
+
+def host_bytes_for(deployment: Deployment, requests: int) -> int:
+    """Host memory of one rank that so many requests take, with the page for padding."""
+    layout = deployment.layout
+    return requests * request_bytes(layout, deployment.context).host + layout.host_page_bytes

@@ -1,0 +1,109 @@
+"""What the planner knows about GPUs: sizes and rates from data sheets, link rates as measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from sglang_oasis.errors import LookaheadKVError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU and its link to the host; bytes and seconds, decimal.
+
+    Attributes:
+        name: as printed.
+        memory_bytes: all of its memory, as nvidia-smi shows it.
+        memory_bytes_per_second: data-sheet bandwidth of its memory.
+        flops_per_second: data-sheet peak of dense bfloat16 matrix products.
+        link_bytes_per_second: nominal rate of the host link in one direction.
+        gather_bytes_per_second: what a kernel that reads pinned host memory reaches; lookahead KV fetches this way.
+        source: where the numbers come from.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: float
+    link_bytes_per_second: float
+    gather_bytes_per_second: float
+    source: str = ""
+
+
+GPUS = {
+    "h100": Gpu(
+        "H100 SXM 80GB",
+        memory_bytes=81_559 * MIB,
+        memory_bytes_per_second=3.35e12,
+        flops_per_second=989e12,
+        link_bytes_per_second=64e9,
+        gather_bytes_per_second=35.2e9,
+        source="NVIDIA H100 data sheet (PCIe Gen5 x16); gather: nvbandwidth host_to_device_memcpy_sm, 35.0 to 35.4 on "
+        "eight GPUs, github.com/NVIDIA/nvbandwidth/issues/24",
+    ),
+    "h200": Gpu(
+        "H200 SXM 141GB",
+        memory_bytes=143_771 * MIB,
+        memory_bytes_per_second=4.8e12,
+        flops_per_second=989e12,
+        link_bytes_per_second=64e9,
+        gather_bytes_per_second=35.2e9,
+        source="NVIDIA H200 data sheet (PCIe Gen5 x16); gather taken over from the H100, the same chip and link",
+    ),
+    "a100": Gpu(
+        "A100 SXM 80GB",
+        memory_bytes=81_920 * MIB,
+        memory_bytes_per_second=2.039e12,
+        flops_per_second=312e12,
+        link_bytes_per_second=32e9,
+        gather_bytes_per_second=25.1e9,
+        source="NVIDIA A100 data sheet (PCIe Gen4 x16); gather: nvbandwidth host_to_device_memcpy_sm, "
+        "github.com/NVIDIA/nvbandwidth/issues/42",
+    ),
+    "l40s": Gpu(
+        "L40S 48GB",
+        memory_bytes=46_068 * MIB,
+        memory_bytes_per_second=0.864e12,
+        flops_per_second=362e12,
+        link_bytes_per_second=32e9,
+        gather_bytes_per_second=25.1e9,
+        source="NVIDIA L40S data sheet (PCIe Gen4 x16); gather taken over from the A100, the same link",
+    ),
+}
+
+
+def gpu_of(name: str) -> Gpu:
+    """A GPU by its name in `GPUS`, or from a JSON file with the fields of `Gpu`.
+
+    Raises:
+        LookaheadKVError: there is no such GPU or file, or the file has other fields or values.
+    """
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    if not Path(name).is_file():
+        raise LookaheadKVError(f"--gpu {name} is not known: use one of {', '.join(GPUS)}, or the path of a JSON file.")
+    try:
+        record = json.loads(Path(name).read_text())
+    except ValueError:
+        raise LookaheadKVError(f"--gpu {name} is no JSON file: give one with the fields of a GPU.") from None
+    return _gpu_from(record, name)
+
+
+def _gpu_from(record: object, file: str) -> Gpu:
+    wanted = {field.name for field in fields(Gpu)}
+    given = set(record) if isinstance(record, dict) else set()
+    if not isinstance(record, dict) or given | {"source"} != wanted:
+        wrong = ", ".join(sorted((given | {"source"}) ^ wanted)) or "the whole"
+        raise LookaheadKVError(
+            f"--gpu {file} lacks or misspells {wrong}: give {', '.join(sorted(wanted - {'source'}))}."
+        )
+    for name in sorted(wanted - {"name", "source"}):
+        value = record[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise LookaheadKVError(f"--gpu {file} has {name} {value}: give a number above 0, in bytes or per second.")
+    return Gpu(**{**record, "memory_bytes": int(record["memory_bytes"])})

@@ -1,0 +1,236 @@
+"""Shapes of decoder-only models with ordinary attention, from a Hugging Face config.json or by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from sglang_oasis.errors import LookaheadKVError
+
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Whose weights `ModelShape.parameters` counts: attention and gated MLPs, or experts, in every layer."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_QWEN3 = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+
+KNOWN_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-8B": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "Qwen/Qwen3-32B": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "Qwen/Qwen3-235B-A22B": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+    },
+    "meta-llama/Llama-3.1-8B": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "meta-llama/Llama-3.1-70B": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+"""The fields of public config.json files that the planner reads."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the bytes and operations of a decode step.
+
+    Attributes:
+        name: as printed, and as `--model-path` in the recommended command.
+        layers: all of them with attention over the whole context.
+        hidden, query_heads, kv_heads, head_dim, vocabulary: sizes of the whole model.
+        mlp: width of a gated MLP, or of one expert.
+        experts: per layer, 1 for a dense MLP.
+        experts_per_token: of them, used by a token.
+        tied_embeddings: input and output embedding are one matrix.
+        dtype: of the KV cache.
+        weight_bytes: per parameter.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    mlp: int
+    experts: int
+    experts_per_token: int
+    tied_embeddings: bool
+    dtype: torch.dtype
+    weight_bytes: float
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token in all layers: N_layer * 2 * N_kv * d_h * s (OasisKV Eq. 1)."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def parameters(self) -> int:
+        """All matrices; norms and biases, below a thousandth, are left out."""
+        return self._layers_with(self.experts) + self._embedding * (1 if self.tied_embeddings else 2)
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token multiplies with: the output embedding, but not the input's lookup."""
+        return self._layers_with(self.experts_per_token) + self._embedding
+
+    def parameters_read(self, tokens: int) -> float:
+        """Expected number of parameters that a step over `tokens` reads; tokens choose experts independently."""
+        untouched = (1 - self.experts_per_token / self.experts) ** tokens
+        return self._layers_with(self.experts * (1 - untouched)) + self._embedding
+
+    def kv_heads_of_rank(self, tp: int) -> int:
+        """KV heads that one of `tp` ranks holds; fewer heads than ranks are replicated, as in SGLang."""
+        return max(1, self.kv_heads // tp)
+
+    @property
+    def _embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def _layers_with(self, experts: int | float) -> Any:
+        attention = 2 * self.hidden * self.head_dim * (self.query_heads + self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.layers * (attention + router + experts * 3 * self.hidden * self.mlp)
+
+
+def model_of(name: str, weight_bits: float | None = None) -> ModelShape:
+    """A model by its name in `KNOWN_MODELS`, with or without its organisation, by its folder or by its config.json.
+
+    Args:
+        name: what `--model` says.
+        weight_bits: per weight, None for those of the config's dtype.
+
+    Raises:
+        LookaheadKVError: it is not there, or not a model that the planner can count.
+    """
+    known = {short_name(each).lower(): each for each in KNOWN_MODELS}
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        folder = path.parent if path.name == "config.json" else path
+        return shape_of(_read_config(path), str(folder), weight_bits)
+    short = short_name(name).lower()
+    if short not in known:
+        names = ", ".join(map(short_name, KNOWN_MODELS))
+        raise LookaheadKVError(f"--model {name} is not known: use one of {names}, a model's folder or its config.json.")
+    return shape_of(KNOWN_MODELS[known[short]], known[short], weight_bits)
+
+
+def short_name(model: str) -> str:
+    """A model's name without its organisation."""
+    return model.rsplit("/", 1)[-1]
+
+
+def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> ModelShape:
+    """The shape in a config.json; arguments and errors as those of `model_of`."""
+    _check_kind(config, name, weight_bits)
+    heads = _size(config, name, "num_attention_heads")
+    experts = config.get("num_experts", config.get("num_local_experts")) or 1
+    mlp_size = "moe_intermediate_size" if experts > 1 and "moe_intermediate_size" in config else "intermediate_size"
+    hidden = _size(config, name, "hidden_size")
+    kv_heads = _size(config, name, "num_key_value_heads") if config.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads:
+        _refuse(name, f"has {heads} query heads for {kv_heads} KV heads", "each KV head must serve equally many")
+    dtype_name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype_name not in DTYPES:
+        _refuse(name, f"has dtype {dtype_name}", f"the planner counts {', '.join(DTYPES)}")
+    dtype = DTYPES[dtype_name]
+    return ModelShape(
+        name=name,
+        layers=_size(config, name, "num_hidden_layers"),
+        hidden=hidden,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_size(config, name, "head_dim") if config.get("head_dim") is not None else hidden // heads,
+        vocabulary=_size(config, name, "vocab_size"),
+        mlp=_size(config, name, mlp_size),
+        experts=experts,
+        experts_per_token=_size(config, name, "num_experts_per_tok") if experts > 1 else 1,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=dtype,
+        weight_bytes=dtype.itemsize if weight_bits is None else weight_bits / 8,
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError:
+        raise LookaheadKVError(f"--model {path} has no readable {file.name}: give a model's folder.") from None
+    except ValueError:
+        raise LookaheadKVError(f"--model {path} is no JSON file: give a model's folder or its config.json.") from None
+    if not isinstance(config, dict):
+        raise LookaheadKVError(f"--model {path} is no model configuration: give a model's config.json.")
+    return config
+
+
+def _check_kind(config: Mapping[str, Any], name: str, weight_bits: float | None) -> None:
+    only = "lookahead KV serves ordinary MHA and GQA models only"
+    if config.get("kv_lora_rank") is not None:
+        _refuse(name, "has multi-head latent attention (MLA)", only)
+    if config.get("is_encoder_decoder"):
+        _refuse(name, "has cross-attention", only)
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        _refuse(name, "has layers without full attention", only)
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        _refuse(name, "has sliding-window attention", only)
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        _refuse(name, f"has model_type {model_type}", f"the planner counts the weights of {', '.join(MODEL_TYPES)}")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        _refuse(name, "mixes layers with and without experts", "the planner counts models of one kind of layer")
+    if config.get("quantization_config") and weight_bits is None:
+        _refuse(name, "has quantised weights", "say how many bits each takes with --weight-bits")
+
+
+def _size(config: Mapping[str, Any], name: str, key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        _refuse(name, f"has {key} {value}", "its config.json must give a whole number above 0")
+    return value
+
+
+def _refuse(name: str, fault: str, remedy: str) -> NoReturn:
+    raise LookaheadKVError(f"--model {name} {fault}: {remedy}.")
