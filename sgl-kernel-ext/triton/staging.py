@@ -7,6 +7,8 @@ multiprocessors to the attention that runs beside them. WORDS are the words of K
 import triton
 import triton.language as tl
 
+from oasis_triton.conversions import convert
+
 
 @triton.jit
 def stage_pages(
@@ -91,9 +93,9 @@ def store_tokens(
     inside = (head < H) & (d < D)
     target = blocks + ((position // B * H + head) * 2 * B + position % B) * D + d
     key = tl.load(keys + token * key_stride + head * key_head_stride + d, mask=inside)
-    tl.store(target, key.to(blocks.dtype.element_ty), mask=inside)
+    tl.store(target, convert(key, blocks.dtype.element_ty), mask=inside)
     value = tl.load(values + token * value_stride + head * value_head_stride + d, mask=inside)
-    tl.store(target + B * D, value.to(blocks.dtype.element_ty), mask=inside)
+    tl.store(target + B * D, convert(value, blocks.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from sglang_oasis.ops.staging import PageCopies, TokenRuns
 from sglang_oasis.tier.page_cache import PageCache
 
 Indices = NDArray[np.int32]
+T = TypeVar("T")
 
 
 class PrefillPass(NamedTuple):
@@ -123,75 +124,85 @@ def plan_pass(batch: PrefillPass, cache: PageCache, max_pages: int) -> list[Stag
     ]
 
 
+class _Tables(NamedTuple, Generic[T]):
+    """What the device has to know of a group. Pages are counted in the order of their places, all int32.
+
+    Attributes:
+        entry, token: per page, its request in the pass and its first token.
+        brought, complete: pages with tokens of the prefix; whether they have no others.
+        touched, first, last: pages with new tokens; which of their tokens those are.
+        completed: those of `touched` that are full now.
+        positions: per new token, place * B + offset.
+        starts, query_starts: per request, and one more, first page and first new token.
+        lengths: per request.
+    """
+
+    entry: T
+    token: T
+    brought: T
+    complete: T
+    touched: T
+    first: T
+    last: T
+    completed: T
+    positions: T
+    starts: T
+    query_starts: T
+    lengths: T
+
+
+def _tables(first_request: int, prefixes: Indices, lengths: Indices, block_size: int) -> _Tables[Indices]:
+    blocks, new_tokens = -(-lengths // block_size), lengths - prefixes
+    starts, query_starts = _starts(blocks), _starts(new_tokens)
+    request = np.repeat(np.arange(len(lengths)), blocks)
+    token = (np.arange(len(request)) - starts[request]) * block_size
+    known, filled = (np.clip(ends[request] - token, 0, block_size) for ends in (prefixes, lengths))
+    brought, touched = (known > 0).nonzero()[0], (filled > known).nonzero()[0]
+    asked = np.repeat(np.arange(len(lengths)), new_tokens)
+    first_position = starts[:-1] * block_size + prefixes
+    tables = _Tables(
+        entry=first_request + request,
+        token=token,
+        brought=brought,
+        complete=known[brought] == block_size,
+        touched=touched,
+        first=known[touched],
+        last=filled[touched],
+        completed=(filled[touched] == block_size).nonzero()[0],
+        positions=first_position[asked] + np.arange(len(asked)) - query_starts[asked],
+        starts=starts,
+        query_starts=query_starts,
+        lengths=lengths,
+    )
+    return _Tables(*(table.astype(np.int32) for table in tables))
+
+
 def _plan_group(
     batch: PrefillPass, requests: slice, prefixes: Indices, lengths: Indices, block_size: int, cache: PageCache
 ) -> StagedGroup:
-    prefixes, lengths = np.minimum(prefixes, lengths)[requests], lengths[requests]
-    new_tokens, blocks = lengths - prefixes, -(-lengths // block_size)
-    starts, query_starts = _starts(blocks), _starts(new_tokens)
-    # One entry per staged page: its request, its block, how many of its tokens are of the prefix, and how many in all.
-    request = np.repeat(np.arange(len(lengths)), blocks)
-    block = np.arange(len(request)) - starts[request]
-    known = np.clip(prefixes[request] - block * block_size, 0, block_size)
-    filled = np.clip(lengths[request] - block * block_size, 0, block_size)
-    brought, touched = (known > 0).nonzero()[0], (filled > known).nonzero()[0]
-    completed = (filled[touched] == block_size).nonzero()[0]
-    token = np.repeat(np.arange(len(lengths)), new_tokens)
-    position = (starts * block_size)[token] + prefixes[token] + np.arange(len(token)) - query_starts[token]
-    device = batch.rows.device
-    (
-        entry,
-        first_token,
-        brought_,
-        complete,
-        touched_,
-        first,
-        last,
-        completed_,
-        positions,
-        offsets,
-        kv_lengths,
-        queries,
-    ) = _to_device(
-        [
-            request + requests.start,
-            block * block_size,
-            brought,
-            known[brought] == block_size,
-            touched,
-            known[touched],
-            filled[touched],
-            completed,
-            position,
-            starts[:-1],
-            lengths,
-            query_starts,
-        ],
-        device,
-    )
-    pages = (batch.req_to_token[batch.rows[entry], first_token] // block_size).int()
-    copied = pages[brought_]
-    placement = cache.place(copied, complete)
-    runs = TokenRuns(touched_, pages[touched_], first, last)
-    widest = torch.arange(int(blocks.max(initial=0)), dtype=torch.int32, device=device)
-    before = int(sum(batch.new_tokens[: requests.start]))
+    host = _tables(requests.start, np.minimum(prefixes, lengths)[requests], lengths[requests], block_size)
+    table = _to_device(host, batch.rows.device)
+    pages = (batch.req_to_token[batch.rows[table.entry], table.token] // block_size).int()
+    copied, touched = pages[table.brought], pages[table.touched]
+    blocks = np.diff(host.starts)
+    before = sum(batch.new_tokens[: requests.start])
     return StagedGroup(
         requests=requests,
-        tokens=slice(before, before + int(query_starts[-1])),
-        starts=starts.tolist(),
-        copies=PageCopies(copied, brought_, placement.hits, placement.fills),
-        positions=positions.long(),
-        runs=runs,
-        completed_places=runs.places[completed_].long(),
-        completed_pages=runs.pages[completed_].long(),
-        slots=offsets[:, None] + widest,
-        kv_lengths=kv_lengths,
-        query_starts=queries,
+        tokens=slice(before, before + int(host.query_starts[-1])),
+        starts=host.starts.tolist(),
+        copies=PageCopies(copied, table.brought, *cache.place(copied, table.complete)),
+        positions=table.positions.long(),
+        runs=TokenRuns(table.touched, touched, table.first, table.last),
+        completed_places=table.touched[table.completed].long(),
+        completed_pages=touched[table.completed].long(),
+        slots=table.starts[:-1, None] + torch.arange(int(blocks.max()), dtype=torch.int32, device=pages.device),
+        kv_lengths=table.lengths,
+        query_starts=table.query_starts,
         pages=PageTable(
-            torch.from_numpy(starts),
-            torch.arange(len(request), dtype=torch.int32, device=device),
-            torch.from_numpy(lengths - (blocks - (blocks > 0)) * block_size),
-            torch.from_numpy(query_starts),
+            torch.from_numpy(host.starts),
+            torch.arange(len(pages), dtype=torch.int32, device=pages.device),
+            torch.from_numpy(host.lengths - np.maximum(blocks - 1, 0) * block_size),
+            torch.from_numpy(host.query_starts),
         ),
     )
 
@@ -200,9 +211,9 @@ def _starts(counts: Indices) -> Indices:
     return np.concatenate([[0], counts.cumsum()]).astype(np.int32)
 
 
-def _to_device(tables: Sequence[NDArray[np.generic]], device: torch.device) -> Sequence[Tensor]:
-    """The tables as int32, in one transfer; from pinned memory, else the host would wait for the device."""
-    packed = torch.from_numpy(np.concatenate(tables).astype(np.int32))
+def _to_device(tables: _Tables[Indices], device: torch.device) -> _Tables[Tensor]:
+    """In one transfer; from pinned memory, else the host would wait for the device."""
+    packed = torch.from_numpy(np.concatenate(tables))
     if device.type == "cuda":
         packed = packed.pin_memory()
-    return packed.to(device, non_blocking=True).split([len(table) for table in tables])
+    return _Tables(*packed.to(device, non_blocking=True).split([len(table) for table in tables]))
