@@ -113,11 +113,10 @@ def entries(live: int, padding: int, rng: torch.Generator) -> Tensor:
 
 def table_of(rows: Tensor, number: int, **columns: Tensor) -> StepTable:
     """A step in which what is not given does not happen."""
-    nothing = torch.full((len(rows),), -1, dtype=torch.int32)
-    defaults = dict.fromkeys(("graduates", "completed", "expected"), nothing)
-    defaults |= {"urgent": nothing.clamp(min=0), "candidates": nothing.clamp(min=0), "lengths": nothing.clamp(min=1)}
-    given = {name: column.int() for name, column in columns.items()}
-    return StepTable(rows=rows, number=torch.tensor([number], dtype=torch.int32), **{**defaults, **given})
+    nothing = {"lengths": 1, "graduates": -1, "completed": -1, "expected": -1, "urgent": 0, "candidates": 0}
+    made = {name: torch.full((len(rows),), value, dtype=torch.int32) for name, value in nothing.items()}
+    made |= {name: column.int() for name, column in columns.items()}
+    return StepTable(rows=rows, number=torch.tensor([number], dtype=torch.int32), **made)
 
 
 def empty_admissions(n: int, heads: int, most: int) -> DeviceAdmissions:

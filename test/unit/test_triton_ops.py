@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oasis.ops import device_step, triton_ops
+from sglang_oasis.ops import device_step, triton_launches, triton_ops
 from sglang_oasis.ops.device_step import DeviceAdmissions
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from test.unit.device_step_cases import (
@@ -26,6 +26,13 @@ from test.unit.device_step_cases import (
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, FORMATS, SEEDS, generator, occupied_maps
 
 HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128])
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small cases have several of them."""
+    for name, size in {"SCORE_TILE": 16, "RANK_TILE": 32, "TILES_AT_ONCE": 2, "COPY_TILE": 512}.items():
+        monkeypatch.setattr(triton_launches, name, size)
 
 
 @FORMATS
@@ -84,7 +91,7 @@ def test_scores_rank_the_candidates_and_read_nothing_else(
     seed: int,
 ) -> None:
     rng = generator(seed)
-    shape = shape._replace(logical=70)  # more than one tile of the first kernel
+    shape = shape._replace(logical=70)  # many tiles of either kernel, and more than are combined at once
     layer = make_layer(shape, fmt, rng)
     counts = torch.randint(0, shape.logical + 1, (2,), generator=rng)
     counts[0] = int(torch.randint(0, 2, (1,), generator=rng)) * counts[0]
