@@ -17,7 +17,7 @@ from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SummaryFormat, summarise
 from test.unit.kernel_cases import DTYPES, occupied_maps
 
-few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 ODD = 77
 """Fills records that were never written; no scale of one is finite for long in a softmax."""
