@@ -134,7 +134,8 @@ class PlannedWrapper:
             assert not starts.is_meta
             assert starts.dtype == torch.int32
         indptr, indices, last_page_len, query_heads, kv_heads, head_dim, block_size = args
-        assert not indptr.is_meta and not last_page_len.is_meta, "the plan is made by the host"
+        assert not indptr.is_meta, "the plan is made by the host"
+        assert not last_page_len.is_meta
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
         assert indptr[0] == 0
         assert (indptr[1:] > indptr[:-1]).all()
@@ -211,7 +212,7 @@ class Server:
         )
         with contextlib.ExitStack() as stack:
             if flashinfer:
-                stack.enter_context(mock.patch.object(device_backend, "choose_attention", lambda *_: attention))
+                stack.enter_context(mock.patch.object(device_backend, "choose_attention", return_value=attention))
             self.backend = DeviceAttentionBackend(
                 self.runner, config, layout, host, cache_bytes=20 * LAYERS * HEADS * layout.chunk_bytes,
                 streams=walk.streams,

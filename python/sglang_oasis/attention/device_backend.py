@@ -10,7 +10,7 @@ SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,8 +114,7 @@ class DeviceAttentionBackend(TierBackend):
         for tables, plan in zip(self._tables, plans, strict=False):
             for selected, table in tables.items():
                 table.load(plan, forward_batch.req_pool_indices[: len(rows)])
-                for scale in set(self._scales):
-                    self._attention.decode.plan(table, entries, plan.step.tokens, scale)
+                self._each_scale(self._attention.decode.plan, table, entries, plan.step.tokens)
         if not in_capture:
             self.controller.pipeline.publish()
             self._publish_when_due()
@@ -125,10 +124,8 @@ class DeviceAttentionBackend(TierBackend):
             return
         self.staging.cache.forget(forward_batch.out_cache_loc)
         self.controller.begin_step(self._batch)
-        for tables in self._tables:
-            for table in tables.values():
-                for scale in set(self._scales):
-                    self._attention.decode.refresh(table, self._batch.rows, self._tokens // len(self._tables), scale)
+        for table in (table for tables in self._tables for table in tables.values()):
+            self._each_scale(self._attention.decode.refresh, table, self._batch.rows, self._tokens // len(self._tables))
 
     def forward_decode(
         self,
@@ -186,6 +183,10 @@ class DeviceAttentionBackend(TierBackend):
                 if each.builds:
                     self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens], scale)
         return out.view(q.shape)
+
+    def _each_scale(self, prepare: Callable[[SlotTable, int, int, float], None], *step: Any) -> None:
+        for scale in set(self._scales):
+            prepare(*step, scale)
 
     def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int) -> list[DecodePlan]:
         self.controller.counters.decode_steps += 1

@@ -1,4 +1,4 @@
-"""Attention of a device by FlashInfer's paged kernels, read from FlashInfer 0.7.2, the version that SGLang 0.5.23 pins."""
+"""Attention of a device by FlashInfer's paged kernels; read from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class FlashInferDecode:
 
     One wrapper per shape of step, shared by all layers with as many slots. The plan of its `fa2` kernels depends on the
     number of pages of each sequence only (`scheduler.cuh`, DecodePlan and PrefillSplitQOKVIndptr), which for rows that
-    exceed their budget never changes, so a step rarely plans. m tokens per entry are `q_len_per_req`, which that backend
-    serves with its tensor core kernels, causally.
+    exceed their budget never changes, so a step rarely plans. m tokens per entry are `q_len_per_req`, which tensor core
+    kernels of that backend serve, causally.
 
     Args:
         layout: the tier layout.
