@@ -1,22 +1,18 @@
 // Runs the CUDA kernels on a CPU, so that tests can compare them with their references where there is no GPU.
 //
-// The threads of a block are fibers that run in turn until they meet a barrier; blocks run one after the other. What
-// warps do together is a barrier of the 32 fibers, and a barrier that not all threads reach ends the process, as do
-// asynchronous copies that are used before they were waited for: their bytes arrive in copy_wait.
+// Blocks run one after the other, see fibers.h for their threads; what the lanes of a warp do together is a barrier of
+// its fibers. Shared memory is NaN at first, and so is what copies asynchronously until copy_wait.
 #pragma once
 #define OASIS_INTRINSICS_CUH  // in the place of csrc/cuda/intrinsics.cuh
-
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
+
+#include "fibers.h"
 
 #define __global__
 #define __device__
@@ -29,119 +25,24 @@ struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct int2 { int x, y; };
 struct float2 { float x, y; };
-struct Index { unsigned x; };
 
 namespace oasis {
 
 using std::max;
 using std::min;
 
-constexpr int kFiberStack = 128 * 1024, kWarpSize = 32;
 constexpr int kMostShared = 227 * 1024;  // of a block on sm_90
-
-struct Barrier {
-  int arrived = 0;
-  int64_t generation = 0;
-};
-
-struct PendingCopy {
-  void* to;
-  unsigned char bytes[16];
-  int size, group;
-};
-
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kFiberStack]};
-  bool alive;
-  int copy_group;
-  std::vector<PendingCopy> copies;
-};
-
-struct Warp {
-  Barrier barrier;
-  int alive, exchanges;
-  uint64_t words[2][kWarpSize][6];  // of the collective before the last and of the last
-};
-
-// A thread block as it runs.
-struct Machine {
-  ucontext_t scheduler;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Barrier barrier;
-  std::vector<unsigned char> shared;
-  std::function<void()> kernel;
-  int alive = 0, current = 0;
-  bool progress = false;
-  int64_t bytes_read = 0;  // by copy16_async, copy4_async and load_once, of all launches
-};
-
-inline Machine machine;
-
-inline Index threadIdx, blockIdx, blockDim, gridDim;
-
-inline void meet(Barrier& barrier, const int& expected) {
-  const int64_t generation = barrier.generation;
-  ++barrier.arrived;
-  machine.progress = true;
-  while (barrier.generation == generation && barrier.arrived < expected)
-    swapcontext(&machine.fibers[machine.current].context, &machine.scheduler);
-  if (barrier.generation == generation) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    machine.progress = true;
-  }
-}
-
-inline void run_fiber() {
-  machine.kernel();
-  machine.fibers[machine.current].alive = false;
-  machine.progress = true;
-  --machine.alive;
-  --machine.warps[machine.current / kWarpSize].alive;
-}
-
-inline void run_block(int threads) {
-  machine.fibers.resize(threads);
-  machine.warps.assign(threads / kWarpSize, Warp{{}, kWarpSize, 0, {}});
-  machine.barrier = {};
-  machine.alive = threads;
-  std::fill(machine.shared.begin(), machine.shared.end(), 0xff);  // NaN, what nobody may read
-  for (Fiber& fiber : machine.fibers) {
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kFiberStack;
-    fiber.context.uc_link = &machine.scheduler;
-    fiber.alive = true;
-    fiber.copy_group = 0;
-    fiber.copies.clear();
-    makecontext(&fiber.context, run_fiber, 0);
-  }
-  while (machine.alive > 0) {
-    machine.progress = false;
-    for (int i = 0; i < threads; ++i) {
-      if (!machine.fibers[i].alive) continue;
-      machine.current = i;
-      threadIdx = {static_cast<unsigned>(i)};
-      swapcontext(&machine.scheduler, &machine.fibers[i].context);
-    }
-    if (!machine.progress) {
-      std::fputs("cuda_on_cpu: threads wait at a barrier that others do not reach\n", stderr);
-      std::abort();
-    }
-  }
-}
 
 template <typename Args>
 const char* launch(void (*kernel)(Args), int blocks, int threads, int shared_bytes, void*, const Args& args) {
   if (shared_bytes > kMostShared) return "too much shared memory";
-  machine.shared.resize(shared_bytes);
+  machine.shared = std::vector<unsigned char>(shared_bytes);
   machine.kernel = [=] { kernel(args); };
   blockDim = {static_cast<unsigned>(threads)};
   gridDim = {static_cast<unsigned>(blocks)};
   for (int block = 0; block < blocks; ++block) {
     blockIdx = {static_cast<unsigned>(block)};
+    machine.backwards = block % 2;
     run_block(threads);
   }
   return nullptr;
@@ -149,7 +50,6 @@ const char* launch(void (*kernel)(Args), int blocks, int threads, int shared_byt
 
 inline int shared_memory_limit() { return kMostShared; }
 inline unsigned char* dynamic_shared() { return machine.shared.data(); }
-
 inline void __syncthreads() { meet(machine.barrier, machine.alive); }
 
 inline Warp& warp() { return machine.warps[machine.current / kWarpSize]; }
@@ -236,6 +136,7 @@ inline void copy_async(void* shared, const void* global, int size) {
   Fiber& fiber = machine.fibers[machine.current];
   fiber.copies.push_back({shared, {}, size, fiber.copy_group});
   std::memcpy(fiber.copies.back().bytes, global, size);
+  std::memset(shared, 0xff, size);
   machine.bytes_read += size;
 }
 inline void copy16_async(void* shared, const void* global) { copy_async(shared, global, 16); }

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 NAME = "oasis_cuda"
 CFLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-unused-parameter")
 CUDA_CFLAGS = ("-O3", "-lineinfo")
+TOOLKIT = Path("/usr/local/cuda")
+"""Where CUDA is installed unless the environment says otherwise."""
 FETCH_THREAD_BLOCKS = 16
 """Thread blocks that copy from the host: 32 KiB in flight each, enough for a PCIe 5 link, on few of the processors."""
 
@@ -86,7 +88,7 @@ def cuda_home() -> Path:
     """
     nvcc = shutil.which("nvcc")
     named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and Path(nvcc).parents[1])
-    for folder in (*(Path(name) for name in named if name), Path("/usr/local/cuda")):
+    for folder in (*(Path(name) for name in named if name), TOOLKIT):
         if (folder / "bin" / "nvcc").exists() and (folder / "include" / "cuda_runtime.h").exists():
             return folder
     raise RuntimeError("there is no CUDA toolkit; install one with nvcc, or set CUDA_HOME to its folder")

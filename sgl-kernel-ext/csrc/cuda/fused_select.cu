@@ -43,7 +43,7 @@ SharedLayout shared_layout(const SelectArgs& args, int limit) {
   layout.fragments = 0;
   layout.records = row_tiles(args) * 2 * shape.steps() * query_terms(args.element) * kLanes * 16;
   const int selection = args.maps.selected * static_cast<int>(sizeof(uint64_t) + sizeof(int32_t));
-  layout.statistics = layout.records + aligned(max(2 * kWarps * layout.stage_bytes, selection));
+  layout.statistics = layout.records + aligned(max(kWarps * Format::kStages * layout.stage_bytes, selection));
   layout.weights = layout.statistics + kWarps * rows * static_cast<int>(sizeof(float2));
   layout.logits = layout.weights + rows * static_cast<int>(sizeof(float2));
   const int row_bytes = query_heads(args) * static_cast<int>(sizeof(float));

@@ -42,7 +42,7 @@ const char* fetch_blocks(const FetchArgs& args, int blocks, void* stream);
 // Bytes from the start of the dynamic shared memory.
 struct SharedLayout {
   int fragments, records, statistics, weights, logits, total;
-  int stage_bytes;   // of `records`, which has two stages per warp
+  int stage_bytes;   // of one stage of `records`, which has a few per warp
   int logits_pitch;  // logits of one query head; the most blocks whose logits fit
 };
 

@@ -17,7 +17,8 @@ __device__ __forceinline__ float bfloat16_to_float(uint32_t bits) { return __uin
 
 struct Int4 {
   static constexpr int kBits = 4, kUnitBytes = 4, kSteps = 2, kPadding = 0;
-  static constexpr int kTiles = 4;  // products that a warp does at once
+  static constexpr int kTiles = 2;   // products that a warp does at once
+  static constexpr int kStages = 3;  // tiles of a warp in shared memory: the one it scores and those on their way
 
   __device__ static int coordinate(int unit, int step, int i, int dim) {
     return step * dim / 2 + 4 * unit + (i % 2) * 2 + i / 2;
@@ -37,7 +38,7 @@ struct Int4 {
 };
 
 struct Int8 {
-  static constexpr int kBits = 8, kUnitBytes = 4, kSteps = 1, kPadding = 0, kTiles = 2;
+  static constexpr int kBits = 8, kUnitBytes = 4, kSteps = 1, kPadding = 0, kTiles = 2, kStages = 2;
 
   __device__ static int coordinate(int unit, int, int i, int) { return 4 * unit + i; }
 
@@ -55,7 +56,7 @@ struct Int8 {
 };
 
 struct BFloat16 {
-  static constexpr int kBits = 16, kUnitBytes = 16, kSteps = 2, kTiles = 1;
+  static constexpr int kBits = 16, kUnitBytes = 16, kSteps = 2, kTiles = 1, kStages = 2;
   static constexpr int kPadding = 16;  // between records in shared memory: their size is a multiple of all its banks
 
   __device__ static int coordinate(int unit, int step, int i, int) { return 8 * unit + 4 * step + i; }

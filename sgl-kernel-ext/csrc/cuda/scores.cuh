@@ -80,6 +80,7 @@ __device__ __forceinline__ void multiply_vector(const Shape<Format>& shape, cons
       Format::unpack(mine + tile * kColumns * shape.stride + at, midpoint, operands[tile]);
 #pragma unroll
     for (int step = 0; step < Format::kSteps; ++step)
+#pragma unroll 1
       for (int term = 0; term < terms; ++term) {
         const uint4 query = queries[((unit * Format::kSteps + step) * terms + term) * kLanes + lane];
 #pragma unroll
@@ -121,8 +122,8 @@ __device__ __forceinline__ void score_tile(const SelectArgs& args, const Shape<F
     }
 }
 
-// Calls consume(first record, row tile, logits) for every tile of the records and of the queries. A warp reads its tiles
-// one ahead; blocks that are no candidates have any logits.
+// Calls consume(first record, row tile, logits) for every tile of the records and of the queries. A warp reads its
+// tiles ahead; blocks that are no candidates have any logits.
 template <typename Format, typename Consume>
 __device__ __forceinline__ void scan_records(const SelectArgs& args, const unsigned char* records, int candidates,
                                              unsigned char* shared, Consume&& consume) {
@@ -131,24 +132,25 @@ __device__ __forceinline__ void scan_records(const SelectArgs& args, const unsig
   const auto* queries = reinterpret_cast<const uint4*>(shared + args.layout.fragments);
   const int queries_of_tile = 2 * shape.steps() * query_terms(args.element) * kLanes;
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  unsigned char* stages = shared + args.layout.records + warp * 2 * args.layout.stage_bytes;
-  const auto stage = [&](int first, unsigned char* to) {
+  unsigned char* stages = shared + args.layout.records + warp * Format::kStages * args.layout.stage_bytes;
+  const auto stage = [&](int first, int at) {
     if (first < candidates)
       stage_records(shape, records + static_cast<int64_t>(first) * shape.record_bytes, min(kRecords, candidates - first),
-                    to, lane);
+                    stages + at % Format::kStages * args.layout.stage_bytes, lane);
     copy_commit();
   };
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(records) % 16);  // that of every tile
-  int buffer = 0, first = warp * kRecords;
-  stage(first, stages);
-  for (; first < candidates; first += kStride, buffer ^= 1) {
-    stage(first + kStride, stages + (buffer ^ 1) * args.layout.stage_bytes);
-    copy_wait<1>();
+  constexpr int kAhead = Format::kStages - 1;
+  for (int i = 0; i < kAhead; ++i) stage((warp + i * kWarps) * kRecords, i);
+  int at = 0;
+  for (int first = warp * kRecords; first < candidates; first += kStride, ++at) {
+    stage(first + kAhead * kStride, at + kAhead);
+    copy_wait<kAhead>();
     __syncwarp();
     for (int tile = 0; tile < row_tiles(args); ++tile) {
       Logits<Format> logits;
-      score_tile(args, shape, stages + buffer * args.layout.stage_bytes + shift, queries + tile * queries_of_tile, lane,
-                 logits);
+      score_tile(args, shape, stages + at % Format::kStages * args.layout.stage_bytes + shift,
+                 queries + tile * queries_of_tile, lane, logits);
       consume(first, tile, logits);
     }
     __syncwarp();
