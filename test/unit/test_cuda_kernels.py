@@ -231,6 +231,31 @@ def test_equal_summaries_score_equally_and_rank_in_the_order_of_the_blocks(
     assert_selects_like_reference(case, scores)
 
 
+@FORMATS
+def test_float32_queries_keep_all_their_bits(fmt: SummaryFormat) -> None:
+    """The first two coordinates cancel but for the last bits, which alone tell the blocks apart."""
+    queries = torch.zeros(1, 1, 1, 16)
+    queries[..., 0], queries[..., 1] = 1 + 2**-9 + 2**-20, -1 - 2**-9
+    heights = torch.tensor([0.0, 1.0, 3.0, 2.0, -7.0])
+    keys = torch.zeros(2, 1, 5, 8, 16)
+    keys[..., :2] = heights[:, None, None]
+    case = Selection(
+        queries,
+        summarise(keys, fmt),
+        fmt,
+        rows=torch.tensor([1]),
+        candidates=torch.tensor([5], dtype=torch.int32),
+        maps=occupied_maps(2, 1, 2, 5, generator(0)),
+        averages=None,
+        decay=0.0,
+        sinks=0,
+        cap=2,
+        width=2,
+        scale=2**20,
+    )
+    torch.testing.assert_close(case.scores_of_kernel()[0, 0], torch.softmax(heights, 0), rtol=3e-2, atol=0)
+
+
 def ordinary_selection(candidates: int, selected: int = 128, fmt: str = "int4") -> Selection:
     """One request of a layer like Qwen3-8B's, with a quarter of its heads."""
     rng = generator(3)
