@@ -49,6 +49,11 @@ POLICIES = {
         *("--lookahead-kv-smoothing", str(SMOOTHING)),
     ),
 }
+WAYS: dict[str, tuple[str, dict[str, str]]] = {
+    "fetch": ("fetch", {}),
+    "drop": ("drop", {}),
+    "drop-as-a-device-does": ("drop", {"SGLANG_OASIS_DEVICE_PATH": "1"}),
+}
 
 
 class Served(NamedTuple):
@@ -83,10 +88,10 @@ def prompt_ids() -> list[int]:
     return real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), PROMPT_TOKENS)
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(scope="module", params=WAYS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """The server is gone when this returns: it would compete with the reference for the cores."""
-    policy: str = request.param
+    policy, environment = WAYS[request.param]
     trace: Path = tmp_path_factory.mktemp(f"trace_{policy}")
     flags = (
         *("--enable-lookahead-kv", "--dtype", "float32"),
@@ -95,7 +100,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         *("--lookahead-kv-sink-tokens", "0"),
         *POLICIES[policy],
     )
-    with launch_server(*flags, env={"SGLANG_OASIS_TRACE_DIR": str(trace)}) as server:
+    with launch_server(*flags, env={"SGLANG_OASIS_TRACE_DIR": str(trace), **environment}) as server:
         response = server.generate(
             prompt_ids(),
             max_new_tokens=DECODE_STEPS + 1,

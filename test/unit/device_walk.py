@@ -25,11 +25,10 @@ from sglang_oasis.attention.device_backend import DeviceAttentionBackend
 from sglang_oasis.attention.flashinfer_attention import FlashInferDecode, FlashInferPrefill
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
 from sglang_oasis.config import LookaheadKVConfig, Speculation
-from sglang_oasis.ops import cuda, device_step, prediction, staging, tokens
-from sglang_oasis.ops.dispatch import DeviceOp
 from sglang_oasis.ops.triton_launches import Launch
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
+from test.unit.device_ops import cuda_ops_on
 from test.unit.recorded_streams import RecordedStreams
 
 DEVICE = torch.device("meta")
@@ -50,14 +49,6 @@ WRITTEN = {
     "store_tokens": {"blocks"},
 }
 """What each kernel writes, by the names of its arguments."""
-
-
-OPS = [
-    op
-    for module in (device_step, prediction, staging, tokens)
-    for op in vars(module).values()
-    if isinstance(op, DeviceOp)
-]
 
 
 def memory(tensor: Tensor) -> Hashable:
@@ -242,11 +233,24 @@ class Server:
         seq_lens = [length - verifies for length in lengths] + [1] * (entries - len(rows))
         self._forward(mode, rows, entries, entries * (1 + self.drafts), seq_lens)
 
+    def warm_up(self, mode: ForwardMode, entries: int, tokens: int) -> None:
+        """A batch that SGLang makes up."""
+        fields = {"extend_prefix_lens_cpu": [0], "extend_seq_lens_cpu": [tokens]}
+        self._forward(mode, None, entries, tokens, [1] * entries, **fields)
+
     def _forward(
-        self, mode: ForwardMode, rows: Sequence[int], entries: int, tokens: int, seq_lens: list[int], **fields: Any
+        self,
+        mode: ForwardMode,
+        rows: Sequence[int] | None,
+        entries: int,
+        tokens: int,
+        seq_lens: list[int],
+        **fields: Any,
     ) -> None:
-        setattr(self.runner, ROWS_ATTRIBUTE, list(rows))
+        if rows is not None:
+            setattr(self.runner, ROWS_ATTRIBUTE, list(rows))
         batch: Any = SimpleNamespace(
+            rids=None if rows is None else [str(row) for row in rows],
             forward_mode=mode, batch_size=entries, input_ids=torch.empty(tokens, dtype=torch.int64, device=DEVICE),
             req_pool_indices=torch.empty(entries, dtype=torch.int64, device=DEVICE),
             seq_lens_cpu=torch.tensor(seq_lens), out_cache_loc=torch.empty(tokens, dtype=torch.int64, device=DEVICE),
@@ -264,12 +268,6 @@ class Server:
 @contextlib.contextmanager
 def walking(streams: RecordedStreams) -> Iterator[Walk]:
     """Ops on the meta device do what they do on CUDA, up to the launch of a kernel."""
-    cuda.install()
-    ops = [op for op in OPS if "cuda" in op._by_device]
     walk = Walk(streams)
-    with contextlib.ExitStack() as stack:
-        for op in ops:
-            stack.enter_context(mock.patch.dict(op._by_device, meta=op._by_device["cuda"]))
-        stack.enter_context(mock.patch.object(Launch, "run", lambda launch: walk.launch(launch)))
-        stack.enter_context(walk)
+    with cuda_ops_on("meta"), mock.patch.object(Launch, "run", lambda launch: walk.launch(launch)), walk:
         yield walk

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_oasis.lookahead.device_pipeline import PREDICT, TRANSFER
 from test.unit.device_walk import LAYERS, Server, walking
@@ -28,6 +29,8 @@ ATTENTION = pytest.mark.parametrize("flashinfer", [True, False], ids=["flashinfe
 
 def serve(server: Server) -> None:
     """Prefill in chunks and groups, decode steps of several shapes, prefill in between, a row without resident set."""
+    server.warm_up(ForwardMode.EXTEND, 1, 64)
+    server.warm_up(ForwardMode.TARGET_VERIFY if server.drafts else ForwardMode.DECODE, 4, 4 * (1 + server.drafts))
     server.prefill([1, 2], [0, 0], [600, 40])
     server.decode([1, 2], [601, 41])
     server.decode([1, 2], [602, 42], entries=4)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,9 +20,9 @@ from sglang_oasis.ops.cuda_report import ARCHITECTURES, fetch_traffic, kernel_co
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import ESCAPE, UNKNOWN, smooth_scores
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise
+from test.cuda_on_cpu.load import load
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, EXAMPLES, FORMATS, HEAD_DIMS, SEEDS, generator, occupied_maps
 
-ON_CPU = Path(__file__).resolve().parents[1] / "cuda_on_cpu"
 NUMBER = 20
 """Of the step: larger than any step in `occupied_maps`."""
 
@@ -35,11 +34,7 @@ def on_cpu() -> Iterator[Any]:
     """The kernels, compiled for the CPU, in the place of those for a GPU."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
-    extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
-    cflags = ("-O2", "-Wall", "-Wno-unknown-pragmas", *extra)
-    folders = (ON_CPU, compiled.source_folder("cuda"))
-    recipe = compiled.Recipe("oasis_cuda_on_cpu", "CUDA kernels for tests", folders, cflags, ldflags=extra)
-    module = tvm_ffi.load_module(str(compiled.build(recipe)))
+    module = load()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_kernels, "_module", module)
         yield module

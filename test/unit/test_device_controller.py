@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import Tensor
@@ -14,6 +18,8 @@ from sglang_oasis.attention.plan import DecodePlan
 from sglang_oasis.attention.slot_tables import HeadPages, SlotTable
 from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.ops.streams import SerialStreams
+from test.cuda_on_cpu.load import load
+from test.unit.device_ops import cuda_ops_on
 from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, LAYERS, ROWS, Schedule
 
 CAPTURED = (1, 2, ROWS)
@@ -42,6 +48,7 @@ class ScheduleOnDevice(Schedule):
         seed=st.integers(0, 10_000),
     )
     def start(self, **options: Any) -> None:
+        self.use_kernels()
         super().start(**options)
         self.device = DeviceController(
             self.config,
@@ -54,6 +61,9 @@ class ScheduleOnDevice(Schedule):
             query_dtype=torch.float32,
             streams=SerialStreams(),
         )
+
+    def use_kernels(self) -> None:
+        """The references."""
 
     def begin_step(self, passes: list[DecodePlan], written: Tensor) -> None:
         rows = passes[0].step.rows
@@ -68,7 +78,7 @@ class ScheduleOnDevice(Schedule):
     def prepare(self, layer: int, i: int, plan: DecodePlan, query: Tensor, keys: Tensor, values: Tensor) -> None:
         taken = slice(i, None, len(query) // len(plan.step.token_rows))
         query, keys, values = (pad(part, self.padded_tokens)[taken] for part in (query, keys, values))
-        self.device.take_tokens(layer, i, self.batch, self.written[taken], keys, values)
+        self.device.take_tokens(layer, i, self.batch, self.written[taken].contiguous(), keys, values)
         self.device.fetch_misses(layer, i, self.batch, query)
 
     def check_attended(self, layer: int, plan: DecodePlan) -> None:
@@ -106,6 +116,37 @@ TestScheduleOnDevice = ScheduleOnDevice.TestCase
 TestScheduleOnDevice.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+class ScheduleOnTriton(ScheduleOnDevice):
+    """The same on the Triton kernels, interpreted."""
+
+    def use_kernels(self) -> None:
+        self.kernels_in_use = contextlib.ExitStack()
+        self.kernels_in_use.enter_context(cuda_ops_on("cpu", self.cuda_kernels()))
+
+    def cuda_kernels(self) -> Any:
+        return None
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "kernels_in_use"):
+            self.kernels_in_use.close()
+
+
+class ScheduleOnCuda(ScheduleOnTriton):
+    """The same with the CUDA C++ kernels, compiled for the CPU, where there are some."""
+
+    def cuda_kernels(self) -> Any:
+        if shutil.which(os.environ.get("CXX", "c++")) is None:
+            pytest.skip("no C++ compiler")
+        return load()
+
+
+TestScheduleOnTriton, TestScheduleOnCuda = ScheduleOnTriton.TestCase, ScheduleOnCuda.TestCase
+# A failure is not shrunk: the interpreter is slow.
+TestScheduleOnTriton.settings = settings(TestScheduleOnDevice.settings, max_examples=5, phases=[Phase.generate])
+TestScheduleOnCuda.settings = settings(TestScheduleOnDevice.settings, max_examples=8, phases=[Phase.generate])
 
 
 class Unchecked:

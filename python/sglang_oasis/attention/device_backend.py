@@ -25,11 +25,13 @@ from sglang_oasis.attention.plan import DecodePlan, PrefillRow, claim_rows, plan
 from sglang_oasis.attention.slot_tables import SlotTable
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
 from sglang_oasis.config import FETCH, LookaheadKVConfig
+from sglang_oasis.env import DebugEnv
 from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.lookahead.device_pipeline import Batch
 from sglang_oasis.ops.device_step import summarise_blocks
 from sglang_oasis.ops.streams import Streams, streams_of
 from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.page_cache import PageCache
 from sglang_oasis.tier.staging import PrefillStaging
@@ -81,7 +83,10 @@ class DeviceAttentionBackend(TierBackend):
             {selected: SlotTable(layout, selected, self._max_rows, device) for selected in kinds} for _ in range(passes)
         ]
         self._steps_begun = 0
+        self._integrity_interval = DebugEnv.read().integrity_interval
+        self._is_dummy = False
         self._batch: Batch | None = None
+        self._plans: Sequence[DecodePlan] = ()
         self._tokens = 0
         self._prefill: Sequence[PrefillRow] = ()
 
@@ -100,23 +105,25 @@ class DeviceAttentionBackend(TierBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self._batch, self._prefill = None, ()
+        self._is_dummy = in_capture or _is_dummy(forward_batch)
         if forward_batch.forward_mode.is_idle():
             return
         if (tokens := decoded_tokens(forward_batch)) is None:
-            self._plan_prefill(forward_batch)
+            if not self._is_dummy:
+                self._plan_prefill(forward_batch)
             return
         entries = forward_batch.batch_size
         self._batch, self._tokens = self.controller.batch(entries, tokens), tokens
-        rows = [] if in_capture else getattr(self._runner, ROWS_ATTRIBUTE)
+        rows = [] if self._is_dummy else getattr(self._runner, ROWS_ATTRIBUTE)
         lengths = committed_tokens(forward_batch, tokens)[: len(rows)]
-        plans = self._plan_decode(rows, lengths, tokens)
+        self._plans = plans = self._plan_decode(rows, lengths, tokens, getattr(forward_batch, "rids", None) or ())
         self.controller.load(forward_batch.req_pool_indices[: len(rows)], [plan.step for plan in plans], self._batch)
         for tables, plan in zip(self._tables, plans, strict=False):
-            for selected, table in tables.items():
+            for table in tables.values():
                 table.load(plan, forward_batch.req_pool_indices[: len(rows)])
                 self._each_scale(self._attention.decode.plan, table, entries, plan.step.tokens)
-        if not in_capture:
-            self.controller.pipeline.publish()
+        if not self._is_dummy:
+            self.controller.publish()
             self._publish_when_due()
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -150,6 +157,8 @@ class DeviceAttentionBackend(TierBackend):
             written = indices[:, taken].contiguous().flatten()
             controller.take_tokens(index, number, batch, written, key[taken], value[taken])
             controller.fetch_misses(index, number, batch, query[taken])
+            if self.trace is not None:  # looks into the tiers: not in a graph
+                self.trace.record(index, self._plans[number], self.tier)
             table = tables[resident.selected]
             outs.append(
                 self._attention.decode.run(query[taken], resident.blocks, table, batch.rows, self._scales[index])
@@ -175,7 +184,9 @@ class DeviceAttentionBackend(TierBackend):
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
         scale, fmt = self._scales[index], self.tier.layout.summary_format
-        out = torch.empty_like(query)
+        out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
+        if self._is_dummy:
+            return out.view(q.shape)
         for group, kv in self.staging.layer(index, key, value):
             summarise_blocks(kv, group.completed_places, self.host.summaries[index], group.completed_pages, fmt)
             out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group, scale)
@@ -188,16 +199,20 @@ class DeviceAttentionBackend(TierBackend):
         for scale in set(self._scales):
             prepare(*step, scale)
 
-    def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int) -> list[DecodePlan]:
-        self.controller.counters.decode_steps += 1
+    def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int, rids: Sequence[str]) -> list[DecodePlan]:
+        counters = self.controller.counters
+        counters.decode_steps += 1
         self.staging.join()
+        if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
+            self.controller.drain()
+            check_integrity(self.tier, self.host, self._pages_of)
         plans = plan_decode(
             self.tier,
             number=self._steps_begun + 1,
             rows=torch.tensor(rows, dtype=torch.int64),
             generations=torch.as_tensor(self._rows.req_generation[rows]),
             lengths=lengths,
-            rids=(),
+            rids=rids,
             req_to_token=None,
             tokens=tokens,
             singly=tokens > 1 and self.config.miss_policy == FETCH,
@@ -226,3 +241,11 @@ class DeviceAttentionBackend(TierBackend):
             forward_batch.req_pool_indices, prefixes, new_tokens, forward_batch.out_cache_loc, self._rows.req_to_token
         )
         self._attention.prefill.plan(self.staging.begin(batch))
+
+
+def _is_dummy(forward_batch: Any) -> bool:
+    """Whether SGLang made the batch up, to warm up or to capture: it has no request ids.
+
+    Nor have views of a batch for replay, which have `num_padding`.
+    """
+    return getattr(forward_batch, "rids", None) is None and not hasattr(forward_batch, "num_padding")

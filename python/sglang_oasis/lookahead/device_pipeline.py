@@ -147,7 +147,7 @@ class DevicePipeline:
 
     def statistics(self) -> PipelineStatistics:
         """As of the last `publish` that arrived. What a graph's streams wait for is not measured."""
-        fetched, deferred = self._published[AHEAD].tolist()
+        fetched, deferred = int(self._published[:, 0].sum()), int(self._published[AHEAD, 1])
         return PipelineStatistics(fetched, deferred, 0, 0.0, {})
 
     @property

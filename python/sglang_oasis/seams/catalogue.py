@@ -38,6 +38,7 @@ def seams() -> list[Seam]:
         http_server,
         internal_state,
         kv_pool,
+        post_capture_sizing,
         sizing,
         speculation,
     )
@@ -45,6 +46,7 @@ def seams() -> list[Seam]:
     return [
         *kv_pool.SEAMS,
         *sizing.SEAMS,
+        *post_capture_sizing.SEAMS,
         *forward_batch.SEAMS,
         *fused_kv_write.SEAMS,
         *beam_search.SEAMS,

@@ -134,7 +134,7 @@ def check_after_resolution(server_args: Any) -> None:
     view = resolving_view(server_args)
     if enabled(server_args):
         if view.device != "cpu":
-            _check_device(server_args, view)
+            _check_device(server_args, model_config_of(server_args), view)
         _check_memory(server_args, model_config_of(server_args), view)
     elif view.device != "cpu":
         raise LookaheadKVError(
@@ -145,7 +145,7 @@ def check_after_resolution(server_args: Any) -> None:
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
-def _check_device(server_args: Any, view: Any) -> None:
+def _check_device(server_args: Any, model: Any, view: Any) -> None:
     """Refuse what only a CPU does so far."""
     if view.device != "cuda":
         raise LookaheadKVError(
@@ -160,7 +160,12 @@ def _check_device(server_args: Any, view: Any) -> None:
             not isinstance(find_selector(config.selector), BoundSelector),
             "use minmax or midrange",
         ),
-        "--speculative-algorithm": (view.speculative_algorithm is not None, "leave it out"),
+        "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or leave it out"),
+        "--lookahead-kv-source dual": (view.speculative_algorithm == DUAL_ALGORITHM, "use last-query"),
+        f"heads of {model.head_dim}": (
+            not _drives_itself(model.head_dim),
+            "use a model with a multiple of 16 up to 256",
+        ),
     }
     for what, (asked, remedy) in wanted.items():
         if asked:
@@ -171,6 +176,12 @@ def _check_device(server_args: Any, view: Any) -> None:
             f"--enable-lookahead-kv runs the attention of prefill outside of CUDA graphs, and "
             f"--cuda-graph-backend-prefill is {prefill}: use breakable or disabled."
         )
+
+
+def _drives_itself(head_dim: int) -> bool:
+    from sglang_oasis.ops import cuda  # imports Triton
+
+    return cuda.serves(head_dim)
 
 
 def _check_folder(flag: str, path: str, load_format: str) -> None:
