@@ -24,6 +24,7 @@ from sglang_oasis.planner.roofline import dense_step, sparse_step
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
+from sglang_oasis.tier.staging import PrefillStaging
 
 QWEN3_8B = "Qwen/Qwen3-8B"
 
@@ -307,7 +308,8 @@ def test_the_recommended_flags_give_the_planned_rows_and_cap(
     assert config.host_gb is not None
     assert config.fetch_ratio is not None
     assert layout == plan.deployment.layout
-    assert layout.rows_in(int(config.device_gb * 1e9)) >= plan.batch == int(flags["--max-running-requests"])
+    rows = layout.rows_in(int(config.device_gb * 1e9) - PrefillStaging.bytes_of(layout, layout.max_blocks))
+    assert rows >= plan.batch == int(flags["--max-running-requests"])
     pages = int(config.host_gb * 1e9) // layout.host_page_bytes
     assert pages >= 1 + plan.batch * -(-context // layout.block_size)
     assert fetch_cap(config.fetch_ratio, min(layout.selected_blocks)) == plan.cap

@@ -10,9 +10,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.planner.hardware import MIB, Gpu
 from sglang_oasis.planner.models import ModelShape
 from sglang_oasis.tier.layout import TierLayout
-
-STAGED_LAYERS = 2
-"""Layers of a prompt's KV that lie on the device while it is prefilled."""
+from sglang_oasis.tier.staging import PrefillStaging
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ class Deployment:
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory in which one prompt is prefilled: two layers of it."""
-        return STAGED_LAYERS * self.context * self.kv_token_bytes // self.model.layers
+        """Device memory through which prompts are prefilled: two layers of the longest."""
+        return PrefillStaging.bytes_of(self.layout, self.layout.max_blocks)
 
 
 def default_memory_fraction(gpu: Gpu, tp: int) -> float:

@@ -93,7 +93,7 @@ class Plan:
             "--mem-fraction-static": deployment.memory_fraction,
             "--max-running-requests": self.batch,
             "--lookahead-kv-host-gb": _gigabytes(self.host_tier_bytes),
-            "--lookahead-kv-device-gb": _gigabytes(self.device_tier_bytes),
+            "--lookahead-kv-device-gb": _gigabytes(self.device_tier_bytes + deployment.staging_bytes),
             # Between two caps: the server rounds down.
             "--lookahead-kv-fetch-ratio": f"{min(1.0, (self.cap + 0.5) / blocks):.4g}",
             **_other_than_default(deployment),
