@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of the CPU kernels with the kernels built under GCC's sanitizers; fails when one reports something.
+# Runs the tests of the CPU kernels, and with "address" of the CUDA kernels on a CPU, with the kernels built under GCC's
+# sanitizers; fails when one reports something.
 #
 #   scripts/sanitize.sh [address] [thread]    default: both
 #
@@ -18,7 +19,7 @@ trap 'rm -rf "$reports"' EXIT
 
 # Builds the kernels, then runs the tests with the sanitizer's runtime loaded before everything else.
 check() { # NAME RUNTIME FLAGS PYTEST_ARGUMENTS...
-    local status=0 fixed_addresses=() runtime
+    local status=0 fixed_addresses=() runtime report
     runtime=$("$CXX" -print-file-name="$2")
     if [[ $runtime != /* ]]; then
         printf '[sanitize] %s comes without %s; install it, or set CXX to a compiler that has it.\n' "$CXX" "$2" >&2
@@ -37,6 +38,9 @@ check() { # NAME RUNTIME FLAGS PYTEST_ARGUMENTS...
         UBSAN_OPTIONS="print_stacktrace=1:log_path=$reports/$1" \
         TSAN_OPTIONS="ignore_noninstrumented_modules=1:log_path=$reports/$1" \
         python -m pytest -q -p no:cacheprovider "${@:4}" || status=$?
+    for report in "$reports/$1".*; do # the CUDA kernels run as fibers, which AddressSanitizer greets with a warning
+        [[ ! -e $report ]] || grep -qv "ASan doesn't fully support makecontext" "$report" || rm "$report"
+    done
     if compgen -G "$reports/$1.*" >/dev/null; then
         sed '/ \(Include\|Modules\|Objects\|Python\)\//d' "$reports/$1".* # without the interpreter's frames
         status=1
@@ -51,7 +55,7 @@ for sanitizer in "${sanitizers[@]}"; do
     case $sanitizer in
         address)
             check address libasan.so "-fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-                "${tests[@]}"
+                "${tests[@]}" test/unit/test_cuda_kernels.py -k "not architecture"
             ;;
         thread)
             check thread libtsan.so "-fsanitize=thread" "${tests[@]}" -k "not instruction_sets"

@@ -5,22 +5,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
-import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock
 
-from sglang_oasis.cache import cache_folder
+from sglang_oasis.ops import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +60,8 @@ def unload() -> None:
 
 
 def source_folder() -> Path:
-    """The C++ sources: in the checkout, or where a wheel puts its data files."""
-    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / "csrc" / "cpu"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / "csrc" / "cpu"
+    """The C++ sources."""
+    return compiled.source_folder("cpu")
 
 
 def build() -> Path:
@@ -81,40 +75,17 @@ def build() -> Path:
     Raises:
         RuntimeError: they do not compile; the message is the compiler's.
     """
-    import tvm_ffi.cpp
-
-    extra = os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split()
-    folder = cache_folder() / "kernels" / _key((*CFLAGS, *extra))
-    library = folder / f"{NAME}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
-        if not library.exists():
-            if shutil.which(os.environ.get("CXX", "c++")):
-                logger.warning("Building the CPU kernels into %s, once; takes up to a minute.", folder)
-            sources = source_folder()
-            with _environments_tools():
-                made = tvm_ffi.cpp.build(
-                    NAME,
-                    cpp_files=sorted(str(file) for file in sources.glob("*.cpp")),
-                    extra_cflags=[*CFLAGS, *extra],
-                    extra_ldflags=extra,
-                    extra_include_paths=[str(sources)],
-                    build_directory=str(folder / "build"),
-                )
-            os.replace(made, library)
-            shutil.rmtree(folder / "build")
-    return library
-
-
-@contextlib.contextmanager
-def _environments_tools() -> Iterator[None]:
-    """Find the environment's ninja even when the environment is not activated."""
-    path = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = path
+    extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
+    return compiled.build(
+        compiled.Recipe(
+            NAME,
+            title="CPU kernels",
+            folders=(source_folder(),),
+            cflags=(*CFLAGS, *extra),
+            ldflags=extra,
+            compiler=os.environ.get("CXX", "c++"),
+        )
+    )
 
 
 def _attempt(action: Callable[[], T]) -> T | None:
@@ -125,11 +96,10 @@ def _attempt(action: Callable[[], T]) -> T | None:
         return action()
     except Exception as error:  # whatever is wrong with them, there are the references
         compiler = os.environ.get("CXX", "c++")
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "error:" in line), lines[-1])
+        reason = compiled.reason(error)
         if shutil.which(compiler) is None:
             reason = f"there is no C++ compiler ({compiler}); install g++, or set CXX to one"
-        logger.warning("The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason.rstrip("."))
+        logger.warning("The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason)
         return None
 
 
@@ -141,15 +111,6 @@ def _load() -> Any:
     module.configure_threads(torch.get_num_threads(), torch.tensor(_CPUS, dtype=torch.int64))
     logger.info("CPU kernels for %s with %d threads.", instruction_set, torch.get_num_threads())
     return module
-
-
-def _key(flags: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for part in (*flags, version("apache-tvm-ffi"), platform.machine(), os.environ.get("CXX", "")):
-        digest.update(part.encode() + b"\0")
-    for file in sorted(source_folder().iterdir()):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 if __name__ == "__main__":
