@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_oasis.ops import compiled, cuda_kernels
 from sglang_oasis.ops.cuda_report import ARCHITECTURES, fetch_traffic, kernel_costs, select_traffic
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
+from test.unit.cuda_emulation import emulated
 from test.unit.cuda_kernel_cases import (
     Selection,
     assert_selects_like_reference,
@@ -28,22 +26,12 @@ from test.unit.cuda_kernel_cases import (
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, EXAMPLES, FORMATS, HEAD_DIMS, SEEDS, generator, occupied_maps
 from test.unit.places import CPU
 
-ON_CPU = Path(__file__).resolve().parents[1] / "cuda_on_cpu"
 some = settings(max_examples=max(1, EXAMPLES // 4), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu() -> Iterator[Any]:
-    """The kernels, compiled for the CPU, in the place of those for a GPU."""
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
-        pytest.skip("no C++ compiler")
-    extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
-    cflags = ("-O2", "-Wall", "-Wno-unknown-pragmas", *extra)
-    folders = (ON_CPU, compiled.source_folder("cuda"))
-    recipe = compiled.Recipe("oasis_cuda_on_cpu", "CUDA kernels for tests", folders, cflags, ldflags=extra)
-    module = tvm_ffi.load_module(str(compiled.build(recipe)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_kernels, "_module", module)
+    with emulated() as module:
         yield module
 
 
