@@ -50,7 +50,7 @@ from sglang_oasis.tier.memory import available_host_bytes
 from sglang_oasis.tier.pinned import pinned_allocator
 
 QWEN3_8B = Shape(layers=36, kv_heads=8, group=4, head_dim=128, hidden=4096, mlp=12288, vocabulary=151936, budget=2048)
-TINY = Shape(layers=3, kv_heads=2, group=2, head_dim=16, hidden=32, mlp=32, vocabulary=64, budget=128)
+TINY = Shape(layers=2, kv_heads=2, group=2, head_dim=16, hidden=32, mlp=32, vocabulary=64, budget=128)
 WARM_UP, STEPS, WITHOUT = 8, 40, 12
 """Steps before those that are timed, timed ones, and timed ones without transfers or predictions."""
 MOST_ROWS = 160
@@ -369,7 +369,7 @@ def main() -> None:
 
         cuda.install()
     shape, contexts = (TINY, [512]) if options.tiny else (QWEN3_8B, [32768, 16384])
-    device_gb, host_gb = (0.005, 0.01) if options.tiny else (options.device_gb, min(options.host_gb, 48))
+    device_gb, host_gb = (0.001, 0.002) if options.tiny else (options.device_gb, min(options.host_gb, 48))
     limits = limits_of(device, shape, device_gb, host_gb)
     torch.manual_seed(0)
     records = []
