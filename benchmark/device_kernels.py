@@ -51,6 +51,7 @@ class Layer(NamedTuple):
     host_kv: Tensor
     host_summaries: Tensor
     req_to_token: Tensor
+    indices: Tensor
     table: StepTable
     admissions: DeviceAdmissions
     predicted: Tensor
@@ -113,9 +114,9 @@ def make_layer(load: Workload, host_kv: Tensor, host_summaries: Tensor, device: 
     completed = int32(n, value=-1)
     completed[:: max(1, size // load.tokens)] = load.blocks - 1
     table = StepTable(
-        rows=torch.arange(1, rows, device=device), lengths=int32(n, value=load.context), graduates=int32(n, value=-1),
-        completed=completed, expected=int32(n, value=-1), urgent=int32(n), candidates=int32(n, value=load.blocks),
-        number=int32(1, value=50),
+        rows=torch.arange(1, rows, device=device), lengths=int32(n, value=load.context - load.tokens + 1),
+        graduates=int32(n, value=-1), completed=completed, expected=int32(n, value=-1), urgent=int32(n),
+        candidates=int32(n, value=load.blocks), number=int32(1, value=50),
     )  # fmt: skip
     return Layer(
         blocks=random(rows, heads, places, 2, size, dim),
@@ -125,6 +126,7 @@ def make_layer(load: Workload, host_kv: Tensor, host_summaries: Tensor, device: 
         host_kv=host_kv,
         host_summaries=host_summaries,
         req_to_token=req_to_token,
+        indices=req_to_token[1:, load.context - load.tokens : load.context].long().flatten(),
         table=table,
         admissions=DeviceAdmissions(missing, admitted),
         predicted=predicted,
@@ -142,14 +144,12 @@ def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, fl
     places = load.selected + load.local
     slots = torch.arange(places, dtype=torch.int32, device=device).repeat(n, 1)
     lengths = torch.full((n,), places * load.block_size, dtype=torch.int32, device=device)
-    last = torch.full((n,), load.context - 1, device=device)
     spare = DeviceAdmissions(*torch.full((2, n, load.heads, load.most), -1, dtype=torch.int32, device=device))
     scratch = torch.empty((n, load.heads, load.blocks + 1), device=device)
 
     def take(layer: Layer) -> None:
         _, keys, values = layer.projected.split([load.group * load.heads, load.heads, load.heads], dim=1)
-        indices = layer.req_to_token[1:].gather(1, last[:, None])[:, 0].long()
-        device_step.take_tokens(*layer_tiers(layer), layer.table, indices, keys, values, 0, fmt)
+        device_step.take_tokens(*layer_tiers(layer), layer.table, layer.indices, keys, values, 0, fmt)
 
     def score(layer: Layer) -> None:
         device_step.score_blocks(

@@ -20,9 +20,9 @@ die() {
     exit 2
 }
 
-has_torch() { "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null; }
+has_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 
-# The first Python with torch; a new environment where there is none and packages can be had.
+# The first Python with a CUDA build of torch; a new environment where there is none and packages can be had.
 find_python() {
     local candidate
     for candidate in "${OASIS_PYTHON:-}" "$venv/bin/python" python3 python; do
@@ -34,14 +34,14 @@ find_python() {
         [[ $candidate != "${OASIS_PYTHON:-}" ]] || return 1
     done
     timeout 20 python3 -m pip download --quiet --no-deps --dest "$(mktemp -d)" iniconfig >/dev/null 2>&1 || return 1
-    printf '[gpu] No Python here has torch; making an environment first, which takes many minutes.\n' >&2
+    printf '[gpu] No Python here has a CUDA build of torch; making an environment first, which takes many minutes.\n' >&2
     OASIS_VENV=$venv OASIS_PROFILE=cuda bash scripts/setup_env.sh --test >&2 || return 1
     printf '%s\n' "$venv/bin/python"
 }
 
 command -v nvidia-smi >/dev/null || die "this machine has no NVIDIA driver (nvidia-smi is not on PATH)."
 timeout 60 nvidia-smi -L 2>/dev/null | grep -q '^GPU' || die "nvidia-smi lists no GPU."
-python=$(find_python) || die "no Python here has torch, and none can be installed; set OASIS_PYTHON to one that has."
+python=$(find_python) || die "no Python here has a CUDA build of torch, and none can be installed; set OASIS_PYTHON to one that has."
 
 site=
 if compgen -G "$wheels/*.whl" >/dev/null; then

@@ -32,7 +32,7 @@ RESERVE_SECONDS = 5
 SHOWN = 3000
 """Characters of the output of a part that failed which go into the JSON."""
 PACKAGES = ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "pytest", "hypothesis")
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short")
+PYTEST = ("-m", "pytest", "-c", "test/gpu/pytest.ini", "-q", "-p", "no:cacheprovider", "--tb=short")
 TESTED_BY = ("pytest", "hypothesis")
 
 
@@ -90,7 +90,7 @@ def parts(device: str, tiny: bool) -> tuple[list[Part], list[Part]]:
     step = ("-m", "benchmark.device_step", *mode, "--seconds", "{left}", "--json", "{json}")
     alone = [
         Part("bandwidth", bandwidth, seconds=60, least=20, modules=("triton",)),
-        Part("decode step", step, seconds=150, least=50, modules=("triton",)),
+        Part("decode step", step, seconds=150, least=50, modules=("triton", "psutil")),
     ]
     if device == "cuda":
         cases = "distinct or (admitted_blocks and 0)"
@@ -135,8 +135,10 @@ class Running:
         record: dict[str, Any] = {"name": self.part.name, "status": PASSED}
         record["seconds"] = round(time.monotonic() - self.began, 1)
         output = self._log.read_text(errors="replace")
-        if self.part.tool and "not supported" in output.lower():
-            return {**record, "status": SKIPPED, "reason": f"{self.part.tool[0]} does not support this machine"}
+        if self.part.tool and "device not supported" in output.lower():
+            return {**record, "status": SKIPPED, "reason": f"{self.part.tool[0]} does not support this device"}
+        if self.part.tool and late:
+            return {**record, "status": SKIPPED, "reason": f"{self.part.tool[0]} found nothing in its time"}
         if late or self._process.returncode != 0:
             record["status"] = FAILED
             record["reason"] = "ran out of its time" if late else f"ended with code {self._process.returncode}"

@@ -85,8 +85,8 @@ def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_pl
         asked = torch.randn((len(rows) * tokens, HEADS * GROUP, head_dim), generator=rng).to(DTYPE)
         query[: len(asked)] = place.put(asked)
         replay()
-        expected = paged_attention.reference(asked, blocks, *plan.resident(SELECTED), scale)
-        torch.testing.assert_close(outs[0][: len(asked)].cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+        expected = paged_attention.reference(asked.float(), blocks, *plan.resident(SELECTED), scale)
+        torch.testing.assert_close(outs[0][: len(asked)].cpu().float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert len(plans) < 5
     if tokens == 1:
         assert len(plans) == 2, "pages change once, with the fourth step"
@@ -117,7 +117,7 @@ def test_prefill_attends_to_strided_halves_of_staged_pages(
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
     prefill = FlashInferPrefill(layout_of(head_dim, 0), HEADS * GROUP, DTYPE, workspace, wrapper)
     prefill.plan([group])
-    for scale in (head_dim**-0.5, 0.3):
+    for scale in (head_dim**-0.5, 0.1):
         out = prefill.run(place.put(query), place.put(kv), group, scale)
-        expected = paged_attention.reference(query, kv, slots, slots, lengths.int(), starts, scale)
-        torch.testing.assert_close(out.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+        expected = paged_attention.reference(query.float(), kv, slots, slots, lengths.int(), starts, scale)
+        torch.testing.assert_close(out.cpu().float(), expected, rtol=TOLERANCE, atol=TOLERANCE)

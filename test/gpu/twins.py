@@ -24,8 +24,8 @@ from test.unit.places import CPU, Place, kernels_everywhere
 
 NEAR_TIE = 2e-4
 """Relative difference below which scores may rank in either order."""
-TOLERANCE = 2e-2
-"""Of attention in bfloat16."""
+TOLERANCE = 3e-2
+"""Of attention in bfloat16 on both sides."""
 
 
 class Sizes(NamedTuple):
