@@ -17,10 +17,12 @@ class DebugEnv:
         trace_dir: `SGLANG_OASIS_TRACE_DIR`, a folder that receives the selection of every decode step, or None.
         integrity_interval: `SGLANG_OASIS_CHECK_INTEGRITY`, check every invariant of the tiers each N decode steps
             (0: never). A violated invariant ends the scheduler.
+        device_path: `SGLANG_OASIS_DEVICE_PATH=1`, serve on a CPU the way a CUDA device does, by the ops' references.
     """
 
     trace_dir: Path | None
     integrity_interval: int
+    device_path: bool
 
     @classmethod
     def read(cls) -> DebugEnv:
@@ -30,4 +32,8 @@ class DebugEnv:
                 f"SGLANG_OASIS_CHECK_INTEGRITY must be a number of decode steps (0 = off), got {interval!r}."
             )
         trace_dir = os.environ.get("SGLANG_OASIS_TRACE_DIR")
-        return cls(trace_dir=Path(trace_dir) if trace_dir else None, integrity_interval=int(interval))
+        return cls(
+            trace_dir=Path(trace_dir) if trace_dir else None,
+            integrity_interval=int(interval),
+            device_path=os.environ.get("SGLANG_OASIS_DEVICE_PATH", "0") == "1",
+        )

@@ -18,6 +18,7 @@ from test.unit.cuda_kernel_cases import (
     Selection,
     assert_selects_like_reference,
     check_fetch_blocks,
+    check_float32_queries,
     ordinary_selection,
     random_selection,
 )
@@ -81,3 +82,8 @@ def test_admitted_blocks_are_loaded_and_replace_others_in_the_maps(
     place: Place, dtype: torch.dtype, dim: int, size: int, seed: int
 ) -> None:
     check_fetch_blocks(place, 1 + seed % 3, 6, 4, dtype, dim, size, (16, 1, 2, 3)[seed], seed)
+
+
+@FORMATS
+def test_float32_queries_keep_all_their_bits(place: Place, fmt: SummaryFormat) -> None:
+    check_float32_queries(place, fmt)

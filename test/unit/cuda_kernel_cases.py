@@ -217,6 +217,31 @@ def ordinary_selection(candidates: int, selected: int = 128, fmt: str = "int4") 
     )
 
 
+def check_float32_queries(place: Place, fmt: SummaryFormat) -> None:
+    """The first two coordinates cancel but for the last bits, which alone tell the blocks apart."""
+    queries = torch.zeros(1, 1, 1, 16)
+    queries[..., 0], queries[..., 1] = 1 + 2**-9 + 2**-20, -1 - 2**-9
+    heights = torch.tensor([0.0, 1.0, 3.0, 2.0, -7.0])
+    keys = torch.zeros(2, 1, 5, 8, 16)
+    keys[..., :2] = heights[:, None, None]
+    case = Selection(
+        queries,
+        summarise(keys, fmt),
+        fmt,
+        rows=torch.tensor([1]),
+        candidates=torch.tensor([5], dtype=torch.int32),
+        maps=occupied_maps(2, 1, 2, 5, generator(0)),
+        averages=None,
+        decay=0.0,
+        sinks=0,
+        cap=2,
+        width=2,
+        scale=2**20,
+        place=place,
+    )
+    torch.testing.assert_close(case.scores_of_kernel()[0, 0], torch.softmax(heights, 0), rtol=3e-2, atol=0)
+
+
 def check_fetch_blocks(
     place: Place,
     kv_heads: int,

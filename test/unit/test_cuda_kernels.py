@@ -20,6 +20,7 @@ from test.unit.cuda_kernel_cases import (
     Selection,
     assert_selects_like_reference,
     check_fetch_blocks,
+    check_float32_queries,
     ordinary_selection,
     random_selection,
 )
@@ -93,6 +94,11 @@ def test_equal_summaries_score_equally_and_rank_in_the_order_of_the_blocks(
         for head in entry:
             assert len(set(head[:candidates].tolist())) <= 4
     assert_selects_like_reference(case, scores)
+
+
+@FORMATS
+def test_float32_queries_keep_all_their_bits(fmt: SummaryFormat) -> None:
+    check_float32_queries(CPU, fmt)
 
 
 @FORMATS

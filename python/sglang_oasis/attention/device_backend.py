@@ -184,7 +184,7 @@ class DeviceAttentionBackend(TierBackend):
                     self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens], scale)
         return out.view(q.shape)
 
-    def _each_scale(self, prepare: Callable[[SlotTable, int, int, float], None], *step: Any) -> None:
+    def _each_scale(self, prepare: Callable[..., None], *step: Any) -> None:
         for scale in set(self._scales):
             prepare(*step, scale)
 

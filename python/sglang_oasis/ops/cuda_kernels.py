@@ -1,7 +1,7 @@
 """The CUDA C++ kernels: built for the GPU at hand when first needed, and their typed faces.
 
 Nothing here synchronises or allocates device memory, and the launch grids depend on shapes only: both kernels can be
-captured in a CUDA graph. They run on the current stream of the device of their tensors.
+captured in a CUDA graph. They run on the current stream of the device of their tensors, once `load` has loaded them.
 """
 
 from __future__ import annotations

@@ -74,11 +74,12 @@ def _create(runner: Any) -> TierBackend:
 
 
 def _create_for(runner: Any, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> TierBackend:
-    if runner.device == "cpu":
-        return LookaheadAttentionBackend(runner, config, layout, host)
-    from sglang_oasis.ops import cuda
+    if runner.device == "cuda":
+        from sglang_oasis.ops import cuda
 
-    cuda.install()
+        cuda.install()
+    elif not DebugEnv.read().device_path:
+        return LookaheadAttentionBackend(runner, config, layout, host)
     rows = runner.max_running_requests + 1
     return DeviceAttentionBackend(runner, config, layout, host, leftover_device_bytes(runner.server_args, layout, rows))
 

@@ -48,7 +48,7 @@ SharedLayout shared_layout(const SelectArgs& args, int limit) {
   layout.logits = layout.weights + rows * static_cast<int>(sizeof(float2));
   const int row_bytes = query_heads(args) * static_cast<int>(sizeof(float));
   layout.logits_pitch = logits_pitch((limit - layout.logits) / row_bytes, args.maps.logical_blocks);
-  layout.total = layout.logits + aligned(layout.logits_pitch * row_bytes);
+  layout.total = layout.logits + layout.logits_pitch * row_bytes;
   return layout;
 }
 
