@@ -271,7 +271,7 @@ def measure_ceilings(load: Workload, device: torch.device, allocate: Allocate, t
 
 
 def report(rates: list[Rate | str], ceilings: list[Rate]) -> dict[str, Any]:
-    """JSON: what was reached, and its share of the ceiling of its path."""
+    """JSON: what was reached, its share of the ceiling of its path, and whether the C++ kernels could be loaded."""
     copies = {rate.name: rate.gigabytes for rate in ceilings}
     best = {"memory": copies["device copy"], "link": copies.get("zero copy", copies["host to device"])}
     written = {"take_tokens", "write_back"}
@@ -285,6 +285,7 @@ def report(rates: list[Rate | str], ceilings: list[Rate]) -> dict[str, Any]:
         }  # fmt: skip
 
     return {
+        "cpp_kernels": cuda_kernels.kernels() is not None,
         "ceilings": [entry(rate) for rate in ceilings],
         "kernels": [entry(rate) for rate in rates if isinstance(rate, Rate)],
         "failed": [rate for rate in rates if isinstance(rate, str)],

@@ -35,7 +35,7 @@ def test_replays_equal_eager_steps_and_the_references(
         sizes = sizes._replace(layers=2, budget=3, block_size=8, head_dim=16, context=160, rows=4)
     unit = sizes.block_size
     twins = Twins(place, sizes, attention)
-    twins.prefill([1, 2], [10 * unit + 3, 2 * unit])
+    twins.prefill([1, 2], [10 * unit + 5, 2 * unit])
     twins.prefill([1], [3 * unit])
     for _ in range(1 if tiny else 6):
         twins.decode([1, 2], entries=2)

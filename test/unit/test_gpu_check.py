@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from test.gpu.check import FAILED, PASSED, SKIPPED, Part, Report, run
 
@@ -46,6 +47,19 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("[gpu] Nothing was checked: ")
     assert not done.stdout
+
+
+def test_a_python_that_cannot_use_the_gpu_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch can use a GPU")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'GPU 0: none'\n")
+    driver.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
+    done = check(["bash", "scripts/gpu_check.sh"], PATH=path, OASIS_PYTHON=sys.executable)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "set OASIS_PYTHON" in line
 
 
 def python(name: str, source: str, **options: Any) -> Part:
