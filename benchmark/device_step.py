@@ -369,7 +369,7 @@ def main() -> None:
 
         cuda.install()
     shape, contexts = (TINY, [512]) if options.tiny else (QWEN3_8B, [32768, 16384])
-    device_gb, host_gb = (0.001, 0.002) if options.tiny else (options.device_gb, min(options.host_gb, 48))
+    device_gb, host_gb = (0.0004, 0.001) if options.tiny else (options.device_gb, min(options.host_gb, 48))
     limits = limits_of(device, shape, device_gb, host_gb)
     torch.manual_seed(0)
     records = []

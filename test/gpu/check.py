@@ -29,6 +29,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 NO_GPU = 2
 BUDGET_SECONDS = 360
 RESERVE_SECONDS = 5
+POLL_SECONDS = 0.1
 SHOWN = 3000
 """Characters of the output of a part that failed which go into the JSON."""
 PACKAGES = ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "numpy", "pytest", "hypothesis")
@@ -123,6 +124,11 @@ class Running:
                 [*part.tool, sys.executable, *command], cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, **dict(part.environment)}, start_new_session=True,
             )  # fmt: skip
+
+    @property
+    def ended(self) -> bool:
+        """By itself, or because its time is over."""
+        return self._process.poll() is not None or time.monotonic() > self._deadline
 
     def finish(self) -> dict[str, Any]:
         """Wait for it, end it when its time is over, and say how it went."""
@@ -229,8 +235,12 @@ def run(report: Report, together: Sequence[Part], alone: Sequence[Part], folder:
         else:
             report.skip(part, reason)
     try:
-        for process in running:
-            report.add(process.finish())
+        pending = list(running)
+        while pending:
+            for process in [process for process in pending if process.ended]:
+                pending.remove(process)
+                report.add(process.finish())
+            time.sleep(POLL_SECONDS)
         for part in alone:
             if (reason := missing(part, report.left)) is None:
                 running.append(Running(part, min(part.seconds, report.left), folder))

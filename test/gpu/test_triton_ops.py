@@ -38,6 +38,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "small tiles":
         for name, size in SMALL_TILES.items():
             monkeypatch.setattr(triton_launches, name, size)
+    elif request.config.getoption("--tiny"):
+        pytest.skip("a rehearsal has small tiles")
 
 
 @FORMATS
