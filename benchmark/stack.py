@@ -67,19 +67,22 @@ class Shape:
 
 
 class Model:
-    """Everything of a transformer but its attention, with random weights."""
+    """Everything of a transformer but its attention, with random weights on a device."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    def __init__(self, shape: Shape, device: torch.device | None = None) -> None:
+        self._shape, self._device = shape, device
         queries, keys = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self._qkv = self._weights(shape.hidden, queries + 2 * keys)
         self._out = self._weights(queries, shape.hidden)
         self._gate_up = self._weights(shape.hidden, 2 * shape.mlp)
         self._down = self._weights(shape.mlp, shape.hidden)
-        self._head = (torch.randn(shape.hidden, shape.vocabulary) * shape.hidden**-0.5).to(DTYPE)
+        self._head = self._matrix(shape.hidden, shape.vocabulary)
 
     def _weights(self, rows: int, columns: int) -> list[Tensor]:
-        return [(torch.randn(rows, columns) * rows**-0.5).to(DTYPE) for _ in range(self._shape.layers)]
+        return [self._matrix(rows, columns) for _ in range(self._shape.layers)]
+
+    def _matrix(self, rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, device=self._device) * rows**-0.5).to(DTYPE)
 
     def key_value(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """K and V, [n, H, D] each, of `hidden` [n, hidden]; the queries that come with them are not used."""
@@ -130,9 +133,9 @@ class Workload:
             summary_format=layout.summary_format,
         )
         self.req_to_token = torch.arange((shape.batch + 1) * blocks * BLOCK, dtype=torch.int32).view(-1, blocks * BLOCK)
-        directions = torch.randn(TOPICS, shape.layers, shape.kv_heads, shape.head_dim) * TOPIC_STRENGTH
+        directions = topic_directions(shape)
         self._fill(shape, directions)
-        self.queries = _scripted_queries(shape, steps, directions)
+        self.queries = scripted_queries(shape, steps, directions)
 
     def pages_of(self, row: int, blocks: int) -> Tensor:
         """[blocks] int64, host pages of a row's first blocks."""
@@ -141,24 +144,46 @@ class Workload:
     def _fill(self, shape: Shape, directions: Tensor) -> None:
         """Keys of the topics [TOPICS, layers, H, D], random values, and summaries of all pages."""
         for pages in self.req_to_token[1:, : shape.context].view(shape.batch, -1, BLOCK)[..., 0].long() // BLOCK:
-            topics = torch.randint(TOPICS, (-(-len(pages) // TOPIC_BLOCKS),)).repeat_interleave(TOPIC_BLOCKS)
-            topics = topics[: len(pages)]
+            topics = block_topics(len(pages))
             for layer, kv in enumerate(self.host.kv):
-                vectors = torch.randn(len(pages), *kv.shape[1:])
-                vectors[:, :, 0] += directions[topics, layer, :, None]
-                kv[pages] = vectors.to(DTYPE)
+                kv[pages] = topic_pages(shape, topics, directions[:, layer])
                 self.host.summarise(layer, pages)
 
 
-def _scripted_queries(shape: Shape, steps: int, directions: Tensor) -> Tensor:
+def topic_directions(shape: Shape, device: torch.device | None = None) -> Tensor:
+    """[TOPICS, layers, H, D]: where keys and queries of a topic point."""
+    return torch.randn(TOPICS, shape.layers, shape.kv_heads, shape.head_dim, device=device) * TOPIC_STRENGTH
+
+
+def block_topics(blocks: int) -> Tensor:
+    """[blocks] int64, the topic of each block of a context."""
+    return torch.randint(TOPICS, (-(-blocks // TOPIC_BLOCKS),)).repeat_interleave(TOPIC_BLOCKS)[:blocks]
+
+
+def topic_pages(shape: Shape, topics: Tensor, directions: Tensor) -> Tensor:
+    """K and V [blocks, H, 2, B, D] of a layer: keys of the blocks' topics, random values.
+
+    Args:
+        shape: the sizes.
+        topics: [blocks].
+        directions: [TOPICS, H, D], the layer's.
+    """
+    device = directions.device
+    vectors = torch.randn(len(topics), shape.kv_heads, 2, BLOCK, shape.head_dim, device=device)
+    vectors[:, :, 0] += directions[topics.to(device), :, None]
+    return vectors.to(DTYPE)
+
+
+def scripted_queries(shape: Shape, steps: int, directions: Tensor) -> Tensor:
     """See `Workload.queries`."""
-    drifting = torch.randn(shape.layers, shape.batch, shape.query_heads, shape.head_dim)
-    topics = torch.randint(TOPICS, (shape.batch,))
-    queries = torch.empty((STARTUP_QUERIES + steps, *drifting.shape), dtype=DTYPE)
+    device = directions.device
+    drifting = torch.randn(shape.layers, shape.batch, shape.query_heads, shape.head_dim, device=device)
+    topics = torch.randint(TOPICS, (shape.batch,), device=device)
+    queries = torch.empty((STARTUP_QUERIES + steps, *drifting.shape), dtype=DTYPE, device=device)
     for query in queries:
-        switches = torch.rand(shape.batch) < 1 / TOPIC_STEPS
-        topics = torch.where(switches, torch.randint(TOPICS, topics.shape), topics)
-        drifting = DRIFT * drifting + (1 - DRIFT**2) ** 0.5 * torch.randn(drifting.shape)
+        switches = torch.rand(shape.batch, device=device) < 1 / TOPIC_STEPS
+        topics = torch.where(switches, torch.randint(TOPICS, topics.shape, device=device), topics)
+        drifting = DRIFT * drifting + (1 - DRIFT**2) ** 0.5 * torch.randn(drifting.shape, device=device)
         towards = directions[topics].transpose(0, 1).repeat_interleave(shape.group, dim=2)
         query.copy_(drifting + towards)
     return queries

@@ -16,6 +16,7 @@ from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SummaryFormat, summarise
 from test.unit.kernel_cases import DTYPES, occupied_maps
+from test.unit.places import Place
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -67,6 +68,11 @@ class Layer(NamedTuple):
     def copy(self) -> Layer:
         clone = [Maps(*(m.clone() for m in x)) if isinstance(x, Maps) else x.clone() for x in self]
         return Layer(*clone)  # type: ignore[arg-type]
+
+    def on(self, place: Place) -> Layer:
+        """A copy where kernels can work on it."""
+        host = {"host_kv": place.pin(self.host_kv), "host_summaries": place.pin(self.host_summaries)}
+        return place.put_all(self)._replace(maps=place.put_all(self.maps), **host)
 
     def memory(self) -> dict[str, Tensor]:
         """All that a step may write, without padding: row 0 and page 0."""
@@ -125,7 +131,7 @@ def empty_admissions(n: int, heads: int, most: int) -> DeviceAdmissions:
 
 def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, tensor in got.items():
-        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
+        assert torch.equal(tensor.cpu().view(torch.uint8), expected[name].cpu().view(torch.uint8)), name
 
 
 class TokenStep(NamedTuple):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_oasis.ops.streams import SerialStreams, Streams
+from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.ops.streams import Streams, streams_of
 from sglang_oasis.ops.summary import SUMMARY_FORMATS
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.staging import PrefillStaging
 from sglang_oasis.tier.staging_plan import PrefillPass
+from test.unit.places import CPU, Place
 
 LAYERS, HEADS, GROUP, BLOCK, DIM = 3, 2, 2, 8, 16
 CONTEXT = 64
 NAN = float("nan")
+SCALE = 0.3
 
 
 def layout(layers: int = LAYERS) -> TierLayout:
@@ -56,11 +59,12 @@ class World:
 
     def __init__(
         self, *, pages: int = 40, rows: int = 6, max_pages: int = 12, cache_places: int = 5, seed: int = 0,
-        streams: Streams | None = None,
+        streams: Streams | None = None, place: Place = CPU,
     ) -> None:  # fmt: skip
         self.rng = torch.Generator().manual_seed(seed)
-        self.host = [torch.full((pages, HEADS, 2, BLOCK, DIM), NAN) for _ in range(LAYERS)]
-        self.req_to_token = torch.zeros((rows, CONTEXT), dtype=torch.int32)
+        self.place = place
+        self.host = [place.pin(torch.full((pages, HEADS, 2, BLOCK, DIM), NAN)) for _ in range(LAYERS)]
+        self.req_to_token = torch.zeros((rows, CONTEXT), dtype=torch.int32, device=place.device)
         self.free_pages = torch.randperm(pages, generator=self.rng).tolist()
         self.free_rows = list(range(rows))
         self.staging = PrefillStaging(
@@ -68,8 +72,8 @@ class World:
             self.host,
             max_pages=max_pages,
             cache_places=cache_places,
-            device=torch.device("cpu"),
-            streams=streams or SerialStreams(),
+            device=place.device,
+            streams=streams or streams_of(place.device),
         )
         self.staging.cache.arena.fill_(NAN)
 
@@ -103,7 +107,8 @@ class World:
             request.indices(prefix, len(request.tokens)) for request, prefix in zip(requests, prefixes, strict=True)
         ]
         rows = torch.tensor([request.row for request in requests])
-        return PrefillPass(rows, prefixes, counts, torch.cat(indices), self.req_to_token)
+        put = self.place.put
+        return PrefillPass(put(rows), prefixes, counts, put(torch.cat(indices)), self.req_to_token)
 
     def new_kv(self, requests: list[Request], counts: list[int], layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [T, H, D] of the new tokens."""
@@ -111,7 +116,7 @@ class World:
             request.tokens[len(request.tokens) - count :, layer]
             for request, count in zip(requests, counts, strict=True)
         ]
-        keys, values = torch.cat(new).unbind(2)
+        keys, values = self.place.put(torch.cat(new)).unbind(2)
         return keys, values
 
     def decode(self, request: Request) -> None:
@@ -122,7 +127,7 @@ class World:
             page, offset = int(index) // BLOCK, int(index) % BLOCK
             for layer in range(LAYERS):
                 self.host[layer][page, :, :, offset] = request.tokens[-1, layer]
-            self.staging.cache.forget(index)
+            self.staging.cache.forget(self.place.put(index))
 
     def release(self, request: Request, still_used: set[int]) -> None:
         """Free a request; its pages are the next ones that are handed out."""
@@ -132,4 +137,68 @@ class World:
     def _publish(self, request: Request) -> None:
         length = len(request.tokens)
         if length:
-            self.req_to_token[request.row, :length] = request.indices(0, length).int()
+            self.req_to_token[request.row, :length] = self.place.put(request.indices(0, length).int())
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+
+
+def prefill(world: World, requests: list[Request], counts: list[int]) -> None:
+    """Run a pass and check all that it promises."""
+    batch = world.batch(requests, counts)
+    for buffer in world.staging._buffers:
+        buffer.kv.fill_(NAN)
+    groups_ = world.staging.begin(batch)
+    lengths = [len(request.tokens) if count else 0 for request, count in zip(requests, counts, strict=True)]
+    assert [i for group in groups_ for i in range(*group.requests.indices(len(requests)))] == [*range(len(requests))]
+    for layer in range(LAYERS):
+        keys, values = world.new_kv(requests, counts, layer)
+        expected_host, written = world.host[layer].clone(), batch.indices.cpu()
+        pages, offsets = written // BLOCK, written % BLOCK
+        expected_host[pages, :, 0, offsets], expected_host[pages, :, 1, offsets] = keys.cpu(), values.cpu()
+        query = torch.randn((len(keys), HEADS * GROUP, DIM), generator=world.rng)
+        for staged in world.staging.layer(layer, keys, values):
+            group, members = staged.group, range(*staged.group.requests.indices(len(requests)))
+            kv, sequences = staged.kv.cpu(), (group.slots.cpu(), group.kv_lengths.cpu(), group.query_starts.cpu())
+            for place, i in enumerate(members):
+                found = kv[group.starts[place] : group.starts[place + 1]].transpose(2, 3).flatten(3)
+                found = found.transpose(1, 2).flatten(0, 1).unflatten(-1, (2, DIM))[: lengths[i]]
+                assert same(found, requests[i].tokens[: lengths[i], layer])
+            out = paged_attention.reference(
+                query[group.tokens], kv, torch.arange(len(members)), *sequences, SCALE,
+            )  # fmt: skip
+            host_table = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(requests[i].pages if lengths[i] else [0], dtype=torch.int32) for i in members],
+                batch_first=True,
+            )
+            in_place = paged_attention.reference(
+                query[group.tokens], expected_host, torch.arange(len(members)), host_table, *sequences[1:], SCALE,
+            )  # fmt: skip
+            assert torch.equal(out, in_place)
+            assert out.isfinite().all()
+        world.wait()
+        assert same(world.host[layer], expected_host)
+
+
+def prefill_with_shared_pages(world: World) -> None:
+    """Chunks, a shared prefix that the cache holds, two groups per layer, a page that changes hands.
+
+    Args:
+        world: with a cache of 6 places and buffers of 8 pages.
+    """
+    first = world.admit()
+    assert first is not None
+    for count in (13, 20, 5):
+        prefill(world, [first], [world.extend(first, count)])
+    second = world.admit(first, 4)
+    assert second is not None
+    members = [first, second]
+    for _ in range(2):
+        prefill(world, members, [world.extend(member, 9) for member in members])
+    world.release(first, still_used=set(second.pages))
+    third = world.admit(second, 2)
+    assert third is not None
+    for count in (20, 4):
+        prefill(world, [third, second], [world.extend(third, count), world.extend(second, 1)])

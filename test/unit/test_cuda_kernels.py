@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,188 +11,60 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from sglang_oasis.ops import compiled, cuda_kernels
 from sglang_oasis.ops.cuda_report import ARCHITECTURES, fetch_traffic, kernel_costs, select_traffic
-from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, select_blocks
-from sglang_oasis.ops.smoothing import ESCAPE, UNKNOWN, smooth_scores
-from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise
-from test.cuda_on_cpu.load import load
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
+from test.unit.cuda_emulation import emulated
+from test.unit.cuda_kernel_cases import (
+    Selection,
+    assert_selects_like_reference,
+    check_fetch_blocks,
+    check_float32_queries,
+    ordinary_selection,
+    random_selection,
+)
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, EXAMPLES, FORMATS, HEAD_DIMS, SEEDS, generator, occupied_maps
-
-NUMBER = 20
-"""Of the step: larger than any step in `occupied_maps`."""
+from test.unit.places import CPU
 
 some = settings(max_examples=max(1, EXAMPLES // 4), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu() -> Iterator[Any]:
-    """The kernels, compiled for the CPU, in the place of those for a GPU."""
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
-        pytest.skip("no C++ compiler")
-    module = load()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_kernels, "_module", module)
+    with emulated() as module:
         yield module
-
-
-@dataclass
-class Selection:
-    """Arguments of fused_select; summaries and averages of what is no candidate are NaN or their like."""
-
-    queries: Tensor
-    summaries: Tensor
-    fmt: SummaryFormat
-    rows: Tensor
-    candidates: Tensor
-    maps: Maps
-    averages: Tensor | None
-    decay: float
-    sinks: int
-    cap: int
-    width: int
-    offset: int = 1
-    scale: float = 0.3
-    tightness: float = 0.6
-    shared_bytes: int = 0
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """n, H, K, N."""
-        return len(self.rows), *self.maps.head_map.shape[1:], self.maps.slot_of.shape[-1]
-
-    def copy(self) -> Selection:
-        averages = None if self.averages is None else self.averages.clone()
-        return replace(self, averages=averages, maps=Maps(*(part.clone() for part in self.maps)))
-
-    def run(self, counters: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Blocks and slots [n, H, C]; marks in the maps, updates the averages."""
-        n, heads, _, blocks = self.shape
-        admissions = torch.full((2, n, heads, self.width), 77, dtype=torch.int32)
-        cuda_kernels.fused_select(
-            self.queries,
-            self.summaries,
-            self.fmt,
-            self.rows,
-            self.candidates,
-            self.maps,
-            self.averages,
-            self.scale,
-            self.tightness,
-            self.decay,
-            self.sinks,
-            torch.tensor([NUMBER], dtype=torch.int32),
-            self.offset,
-            torch.tensor([self.cap], dtype=torch.int32),
-            (admissions[0], admissions[1]),
-            torch.zeros(2, dtype=torch.int64) if counters is None else counters,
-            torch.full((n, heads, blocks), float("nan")),
-            shared_bytes=self.shared_bytes,
-        )
-        return admissions[0], admissions[1]
-
-    def scores_of_kernel(self) -> Tensor:
-        """[n, H, N]: what the kernel ranks by, to the bit, before the sinks; -inf where there is no candidate."""
-        twin = self.copy()
-        if twin.averages is None:  # those of blocks that were never scored become the scores
-            twin.averages = torch.full((len(self.maps.slot_of), *self.shape[1::2]), UNKNOWN)
-        twin.run()
-        assert twin.averages is not None
-        return twin.averages[self.rows].masked_fill_(~self.eligible(), float("-inf"))
-
-    def scores_of_reference(self) -> Tensor:
-        """The same of the plain-torch ops."""
-        records, candidates = self.summaries[self.rows], self.candidates.long()
-        scores = block_scores.reference(self.queries, records, self.fmt, candidates, self.scale, self.tightness)
-        if self.averages is not None:
-            smooth_scores.reference(self.averages.clone(), self.rows, scores, candidates, self.decay, ESCAPE)
-        return scores.masked_fill_(~self.eligible(), float("-inf"))
-
-    def eligible(self) -> Tensor:
-        """[n, H, N] bool: candidates."""
-        candidate = torch.arange(self.shape[3]) < self.candidates[:, None]
-        return candidate[:, None].expand(-1, self.shape[1], -1)
-
-    def select_by_reference(self, scores: Tensor) -> Admissions:
-        """What those scores select; marks in the maps. Entries without candidates do not take part."""
-        scores[..., : self.sinks] = float("inf")
-        works = self.candidates > 0
-        step = 2 * NUMBER + self.offset
-        rows, candidates = self.rows[works], self.candidates[works].long()
-        cap = min(self.cap, self.width)
-        admissions = select_blocks.reference(scores[works], candidates, rows, self.maps, step, cap)
-        blocks, slots = torch.full((2, len(works), self.shape[1], self.width), -1, dtype=torch.int32)
-        blocks[works, :, : admissions.blocks.shape[-1]] = admissions.blocks
-        slots[works, :, : admissions.slots.shape[-1]] = admissions.slots
-        return Admissions(blocks, slots, admissions.deferred)
 
 
 @st.composite
 def selections(draw: st.DrawFn, fmt: SummaryFormat, ties: bool = False) -> Selection:
     """Three rows besides the one for padding, of which some decode, in any order."""
-    rng = generator(draw(SEEDS))
-    kv_heads, group, num_queries = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 5]))
-    head_dim, selected = draw(HEAD_DIMS), draw(st.integers(1, 20))
-    logical = selected + draw(st.integers(1, 150))
-    rows = torch.randperm(3, generator=rng)[: draw(st.integers(1, 3))] + 1
-    candidates = torch.randint(selected + 1, logical + 1, rows.shape, generator=rng).int()
-    padding = draw(st.integers(0, 2))
-    rows = torch.cat([rows, rows.new_zeros(padding)])
-    candidates = torch.cat([candidates, candidates.new_zeros(padding)])
-    queries = torch.randn(len(rows), num_queries, kv_heads * group, head_dim, generator=rng).to(draw(DTYPES))
-    keys = torch.randn(4, kv_heads, logical, 8, head_dim, generator=rng)
-    averages = None
-    if draw(st.booleans()):
-        averages = torch.rand(4, kv_heads, logical, generator=rng) / logical
-        averages[torch.rand(averages.shape, generator=rng) < 0.2] = UNKNOWN
-    if ties:
-        kind = torch.randint(0, min(4, logical), (logical,), generator=rng)
-        keys = keys[:, :, kind]
-        averages = None if averages is None else averages[..., kind]
-    case = Selection(
-        queries,
-        summarise(keys, fmt),
+    selected = draw(st.integers(1, 20))
+    case = random_selection(
+        draw(SEEDS),
         fmt,
-        rows,
-        candidates,
-        occupied_maps(4, kv_heads, selected, logical, rng),
-        averages,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 5)),
+        num_queries=draw(st.sampled_from([1, 1, 2, 5])),
+        head_dim=draw(HEAD_DIMS),
+        selected=selected,
+        logical=selected + draw(st.integers(1, 150)),
+        live=draw(st.integers(1, 3)),
+        padding=draw(st.integers(0, 2)),
+        dtype=draw(DTYPES),
+        smoothed=draw(st.booleans()),
+        ties=ties,
         decay=draw(st.sampled_from([0.0, 0.8])),
         sinks=draw(st.integers(0, min(2, selected))),
         cap=draw(st.integers(1, selected + 1)),
         width=draw(st.integers(1, selected)),
         offset=draw(st.integers(0, 1)),
-        scale=head_dim**-0.5,
     )
-    for row in range(4):
-        used = int(candidates[rows == row].max()) if (rows == row).any() else 0
-        case.summaries[row, :, used:] = 0xFF
-        if averages is not None:
-            averages[row, :, used:] = float("nan")
-    least = cuda_kernels.kernels().shared_bytes_without_logits(queries, fmt.bits, kv_heads, selected)
+    vectors = case.queries.shape[1] * case.queries.shape[2] // case.shape[1]
+    least = cuda_kernels.kernels().shared_bytes_without_logits(case.queries, fmt.bits, case.shape[1], selected)
     room = draw(st.sampled_from([None, 0, 40]))  # blocks whose logits fit
-    case.shared_bytes = 0 if room is None else least + room * group * num_queries * 4
+    case.shared_bytes = 0 if room is None else least + room * vectors * 4
     return case
-
-
-def assert_selects_like_reference(case: Selection, scores: Tensor) -> None:
-    """Maps, averages, admissions and counters are what the kernel's own scores select: near-ties are no excuse."""
-    expected = case.copy()
-    admissions = expected.select_by_reference(scores.clone())
-    counters = torch.tensor([1000, 2000])
-    blocks, slots = case.run(counters)
-    assert torch.equal(blocks, admissions.blocks)
-    assert torch.equal(slots, admissions.slots)
-    assert counters.tolist() == [1000 + admissions.admitted, 2000 + admissions.deferred]
-    for name in Maps._fields:
-        assert torch.equal(getattr(case.maps, name), getattr(expected.maps, name)), name
-    if case.averages is not None:
-        assert expected.averages is not None
-        for row, candidates, score in zip(case.rows, case.candidates, scores, strict=True):
-            expected.averages[row, :, :candidates] = score[:, :candidates]
-        torch.testing.assert_close(case.averages, expected.averages, rtol=0, atol=0, equal_nan=True)
 
 
 @FORMATS
@@ -228,46 +98,7 @@ def test_equal_summaries_score_equally_and_rank_in_the_order_of_the_blocks(
 
 @FORMATS
 def test_float32_queries_keep_all_their_bits(fmt: SummaryFormat) -> None:
-    """The first two coordinates cancel but for the last bits, which alone tell the blocks apart."""
-    queries = torch.zeros(1, 1, 1, 16)
-    queries[..., 0], queries[..., 1] = 1 + 2**-9 + 2**-20, -1 - 2**-9
-    heights = torch.tensor([0.0, 1.0, 3.0, 2.0, -7.0])
-    keys = torch.zeros(2, 1, 5, 8, 16)
-    keys[..., :2] = heights[:, None, None]
-    case = Selection(
-        queries,
-        summarise(keys, fmt),
-        fmt,
-        rows=torch.tensor([1]),
-        candidates=torch.tensor([5], dtype=torch.int32),
-        maps=occupied_maps(2, 1, 2, 5, generator(0)),
-        averages=None,
-        decay=0.0,
-        sinks=0,
-        cap=2,
-        width=2,
-        scale=2**20,
-    )
-    torch.testing.assert_close(case.scores_of_kernel()[0, 0], torch.softmax(heights, 0), rtol=3e-2, atol=0)
-
-
-def ordinary_selection(candidates: int, selected: int = 128, fmt: str = "int4") -> Selection:
-    """One request of a layer like Qwen3-8B's, with a quarter of its heads."""
-    rng = generator(3)
-    keys = torch.randn(2, 2, candidates, 16, 128, generator=rng)
-    return Selection(
-        queries=torch.randn(1, 1, 8, 128, generator=rng).bfloat16(),
-        summaries=summarise(keys, SUMMARY_FORMATS[fmt]),
-        fmt=SUMMARY_FORMATS[fmt],
-        rows=torch.tensor([1]),
-        candidates=torch.tensor([candidates], dtype=torch.int32),
-        maps=occupied_maps(2, 2, selected, candidates, rng),
-        averages=torch.full((2, 2, candidates), UNKNOWN),
-        decay=0.8,
-        sinks=1,
-        cap=7,
-        width=7,
-    )
+    check_float32_queries(CPU, fmt)
 
 
 @FORMATS
@@ -301,40 +132,21 @@ def test_padding_entries_that_name_the_dummy_row_at_once_do_no_harm() -> None:
 
 
 @some
-@given(data=st.data(), dtype=DTYPES, head_dim=HEAD_DIMS, block_size=BLOCK_SIZES, seed=SEEDS)
+@given(
+    kv_heads=st.integers(1, 3), selected=st.integers(1, 6), width=st.integers(1, 8), dtype=DTYPES, head_dim=HEAD_DIMS,
+    block_size=BLOCK_SIZES, thread_blocks=st.integers(1, 4), seed=SEEDS,
+)  # fmt: skip
 def test_admitted_blocks_are_loaded_and_replace_others_in_the_maps(
-    data: st.DataObject, dtype: torch.dtype, head_dim: int, block_size: int, seed: int
+    kv_heads: int,
+    selected: int,
+    width: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    thread_blocks: int,
+    seed: int,
 ) -> None:
-    rng = generator(seed)
-    kv_heads, selected, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
-    logical, num_pages = selected + 8, 60
-    maps = occupied_maps(3, kv_heads, selected, logical, rng)
-    host_kv = torch.full((num_pages, kv_heads, 2, block_size, head_dim), float("nan"), dtype=dtype)
-    pages = torch.randperm(num_pages - 1, generator=rng)[: 3 * logical].view(3, logical) + 1
-    tokens = pages[..., None] * block_size + torch.arange(block_size)
-    rows = torch.tensor([2, 0, 1, 0])
-    blocks, slots = torch.full((2, 4, kv_heads, width), -1, dtype=torch.int32)
-    for entry, head in ((entry, head) for entry in (0, 2) for head in range(kv_heads)):
-        count = data.draw(st.integers(0, min(selected, width)))
-        missing = (maps.slot_of[rows[entry], head] < 0).nonzero().flatten()
-        blocks[entry, head, :count] = missing[torch.randperm(len(missing), generator=rng)[:count]].int()
-        slots[entry, head, :count] = torch.randperm(selected, generator=rng)[:count].int()
-        loaded = pages[rows[entry], blocks[entry, head, :count].long()]
-        chunks = torch.randn(count, 2, block_size, head_dim, generator=rng)
-        host_kv[loaded, head] = chunks.to(dtype)
-    resident = torch.randn(3, kv_heads, selected + 2, 2, block_size, head_dim, generator=rng).to(dtype)
-    expected, expected_maps = resident.clone(), Maps(*(part.clone() for part in maps))
-    admissions = Admissions(blocks, slots, 0)
-    admit_blocks.reference(expected, expected_maps, host_kv, pages[rows].int(), rows, admissions, 2 * NUMBER + 1)
-    thread_blocks = data.draw(st.integers(1, 4))
-    number = torch.tensor([NUMBER], dtype=torch.int32)
-    to_tokens = tokens.flatten(1).int()
-    cuda_kernels.fetch_blocks(
-        resident, maps, host_kv, to_tokens, rows, (blocks, slots), number, 1, thread_blocks=thread_blocks
-    )
-    assert torch.equal(resident, expected)
-    for name in Maps._fields:
-        assert torch.equal(getattr(maps, name), getattr(expected_maps, name)), name
+    check_fetch_blocks(CPU, kv_heads, selected, width, dtype, head_dim, block_size, thread_blocks, seed)
 
 
 def test_each_admitted_chunk_is_read_once(on_cpu: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.device_step import summarise_blocks
 from sglang_oasis.ops.staging import forget_pages
 from sglang_oasis.ops.streams import SerialStreams
@@ -18,47 +17,9 @@ from sglang_oasis.tier import page_cache, staging
 from sglang_oasis.tier.page_cache import PageCache
 from sglang_oasis.tier.staging import PrefillStaging
 from sglang_oasis.tier.staging_plan import PrefillPass, groups
-from test.unit.staging_cases import BLOCK, DIM, GROUP, HEADS, LAYERS, NAN, Request, World, layout, same
+from test.unit.staging_cases import BLOCK, DIM, HEADS, LAYERS, Request, World, layout, prefill, same
 
-SCALE = 0.3
 SEEDS = st.integers(0, 10_000)
-
-
-def prefill(world: World, requests: list[Request], counts: list[int]) -> None:
-    """Run a pass and check all that it promises."""
-    batch = world.batch(requests, counts)
-    for buffer in world.staging._buffers:
-        buffer.kv.fill_(NAN)
-    groups_ = world.staging.begin(batch)
-    lengths = [len(request.tokens) if count else 0 for request, count in zip(requests, counts, strict=True)]
-    assert [i for group in groups_ for i in range(*group.requests.indices(len(requests)))] == [*range(len(requests))]
-    for layer in range(LAYERS):
-        keys, values = world.new_kv(requests, counts, layer)
-        expected_host = world.host[layer].clone()
-        pages, offsets = batch.indices // BLOCK, batch.indices % BLOCK
-        expected_host[pages, :, 0, offsets], expected_host[pages, :, 1, offsets] = keys, values
-        query = torch.randn((len(keys), HEADS * GROUP, DIM), generator=world.rng)
-        for staged in world.staging.layer(layer, keys, values):
-            group, members = staged.group, range(*staged.group.requests.indices(len(requests)))
-            for place, i in enumerate(members):
-                found = staged.kv[group.starts[place] : group.starts[place + 1]].transpose(2, 3).flatten(3)
-                found = found.transpose(1, 2).flatten(0, 1).unflatten(-1, (2, DIM))[: lengths[i]]
-                assert same(found, requests[i].tokens[: lengths[i], layer])
-            out = paged_attention.reference(
-                query[group.tokens], staged.kv, torch.arange(len(members)), group.slots, group.kv_lengths,
-                group.query_starts, SCALE,
-            )  # fmt: skip
-            host_table = torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(requests[i].pages if lengths[i] else [0], dtype=torch.int32) for i in members],
-                batch_first=True,
-            )
-            in_place = paged_attention.reference(
-                query[group.tokens], expected_host, torch.arange(len(members)), host_table, group.kv_lengths,
-                group.query_starts, SCALE,
-            )  # fmt: skip
-            assert torch.equal(out, in_place)
-            assert out.isfinite().all()
-        assert same(world.host[layer], expected_host)
 
 
 @settings(max_examples=60, deadline=None)

@@ -23,8 +23,7 @@ from sglang_oasis.ops.tokens import store_tokens
 from sglang_oasis.ops.workload import WORKLOADS
 from sglang_oasis.tier import page_cache, staging
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, SEEDS, generator
-from test.unit.staging_cases import World
-from test.unit.test_staging import prefill
+from test.unit.staging_cases import World, prefill_with_shared_pages
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128])
@@ -152,28 +151,13 @@ def test_tensors_that_the_kernels_cannot_walk_are_refused() -> None:
 
 
 def test_passes_through_the_kernels_stage_what_the_host_pool_holds() -> None:
-    """Chunks, a shared prefix that the cache holds, two groups per layer, a page that changes hands."""
     ops = {
         "stage_pages": kernels.stage_pages,
         "store_tokens": kernels.store_into_pages,
         "write_back": kernels.write_back,
     }
     with mock.patch.multiple(staging, **ops), mock.patch.object(page_cache, "forget_pages", kernels.forget_pages):
-        world = World(cache_places=6, max_pages=8)
-        first = world.admit()
-        assert first is not None
-        for count in (13, 20, 5):
-            prefill(world, [first], [world.extend(first, count)])
-        second = world.admit(first, 4)
-        assert second is not None
-        members = [first, second]
-        for _ in range(2):
-            prefill(world, members, [world.extend(member, 9) for member in members])
-        world.release(first, still_used=set(second.pages))
-        third = world.admit(second, 2)
-        assert third is not None
-        for count in (20, 4):
-            prefill(world, [third, second], [world.extend(third, count), world.extend(second, 1)])
+        prefill_with_shared_pages(World(cache_places=6, max_pages=8))
 
 
 COMPILE = """
