@@ -26,6 +26,8 @@ run ruff check .
 run ruff format --check .
 run mypy
 run pytest test/unit
+run python -m sglang_oasis.ops.compile_report # registers, shared memory and spills of the kernels for GPUs
+if command -v nvcc >/dev/null; then run python -m sglang_oasis.ops.cuda_report; fi
 run scripts/sanitize.sh
 run python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
 run pytest test/e2e

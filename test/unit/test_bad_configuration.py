@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, Look
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port
+from sglang_oasis.seams.preflight import check_device
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_budget_tokens", 0),
@@ -231,3 +234,50 @@ def test_a_refusal_names_the_flag_that_named_the_folder(tmp_path: Path) -> None:
 def test_a_damaged_configuration_is_refused(model_folder: Path, config: bytes) -> None:
     (model_folder / "config.json").write_bytes(config)
     assert "config.json is damaged (not valid JSON)" in refusal(lambda: check_model_folder(model_folder))
+
+
+def cuda_server(
+    graphs: str = "full", head_dim: int = 128, algorithm: str | None = None, **flags: Any
+) -> tuple[Any, Any, Any]:
+    """ServerArgs, model and resolved arguments, as far as what a CUDA device can do depends on them."""
+    values = {knob.name: knob.default for knob in KNOBS} | flags
+    args = SimpleNamespace(
+        enable_lookahead_kv=True,
+        speculative_algorithm=algorithm,
+        speculative_num_steps=None,
+        speculative_num_draft_tokens=None,
+        speculative_eagle_topk=None,
+        **values,
+    )
+    phases = SimpleNamespace(decode=SimpleNamespace(backend=graphs), prefill=SimpleNamespace(backend="breakable"))
+    view = SimpleNamespace(device="cuda", page_size=16, speculative_algorithm=algorithm, cuda_graph_config=phases)
+    return args, SimpleNamespace(head_dim=head_dim), view
+
+
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [
+        ({"lookahead_kv_miss_policy": "auto"}, "--lookahead-kv-miss-policy auto"),
+        ({"lookahead_kv_fetch_ratio": "auto"}, "--lookahead-kv-fetch-ratio auto"),
+        ({"lookahead_kv_audit_interval": 8}, "--lookahead-kv-audit-interval"),
+        ({"head_dim": 72}, "heads of 72"),
+        ({"head_dim": 512}, "heads of 512"),
+    ],
+)
+def test_what_a_cuda_device_does_not_do_yet_is_refused(server: dict[str, Any], named: str) -> None:
+    with pytest.raises(LookaheadKVError, match=re.escape(named)) as caught:
+        check_device(*cuda_server(**server))
+    assert str(caught.value).count(". ") == 0
+    assert str(caught.value).endswith(".")
+
+
+def test_a_cuda_device_serves_the_defaults_with_and_without_graphs() -> None:
+    check_device(*cuda_server())
+    check_device(*cuda_server(graphs="disabled"))
+
+
+def test_a_trace_does_not_go_with_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_OASIS_TRACE_DIR", str(tmp_path))
+    check_device(*cuda_server(graphs="disabled"))
+    with pytest.raises(LookaheadKVError, match="--disable-cuda-graph"):
+        check_device(*cuda_server())

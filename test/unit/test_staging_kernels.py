@@ -1,11 +1,7 @@
-"""The staging kernels, run by Triton's interpreter, equal their references; compiled, they move 16 bytes at once."""
+"""The staging kernels, run by Triton's interpreter, equal their references."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -16,11 +12,8 @@ from torch import Tensor
 
 from sglang_oasis.ops import staging as faces
 from sglang_oasis.ops import staging_triton as kernels
-from sglang_oasis.ops.compile_report import Compiled
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
-from sglang_oasis.ops.staging_workload import launches_of
 from sglang_oasis.ops.tokens import store_tokens
-from sglang_oasis.ops.workload import WORKLOADS
 from sglang_oasis.tier import page_cache, staging
 from test.unit.kernel_cases import BLOCK_SIZES, DTYPES, SEEDS, generator
 from test.unit.staging_cases import World, prefill_with_shared_pages
@@ -158,32 +151,3 @@ def test_passes_through_the_kernels_stage_what_the_host_pool_holds() -> None:
     }
     with mock.patch.multiple(staging, **ops), mock.patch.object(page_cache, "forget_pages", kernels.forget_pages):
         prefill_with_shared_pages(World(cache_places=6, max_pages=8))
-
-
-COMPILE = """
-import json
-from sglang_oasis.ops.compile_report import compile_launch
-from sglang_oasis.ops.staging_workload import launches_of
-from sglang_oasis.ops.workload import WORKLOADS
-print(json.dumps([
-    compile_launch(name, launch, architecture)
-    for name, load in WORKLOADS.items() for launch in launches_of(load) for architecture in %s
-]))
-"""
-
-
-def test_every_kernel_compiles_without_spills_and_copies_in_vectors_of_16_bytes() -> None:
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE % (ARCHITECTURES,)]
-    ran = subprocess.run(command, env=inherited, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    results = [Compiled(*result) for result in json.loads(ran.stdout)]
-    assert len(results) == len(ARCHITECTURES) * sum(len(launches_of(load)) for load in WORKLOADS.values())
-    assert not [result for result in results if result.spilled]
-    for result in results:
-        chunk = WORKLOADS[result.workload].chunk_bytes
-        loaded, stored = (16 * result.threads * wide for wide in (result.wide_loads, result.wide_stores))
-        if result.kernel == "stage_pages":  # from the host or the cache, in one branch or two; into the buffer and it
-            assert (loaded in (chunk, 2 * chunk), stored) == (True, 2 * chunk)
-        elif result.kernel == "write_back":
-            assert (loaded, stored) == (chunk, chunk)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_oasis.ops.compile_report import ARCHITECTURES, Compiled, table
-from sglang_oasis.ops.workload import WORKLOADS, launches_of
+from sglang_oasis.ops.compile_report import ARCHITECTURES, Compiled, every_launch, table
+from sglang_oasis.ops.workload import WORKLOADS
 
-HOT = {"take_tokens", "estimate", "rank", "select_admissions", "fetch_blocks", "attend"}
+HOT = {"take_tokens", "estimate", "rank", "select_admissions", "fetch_blocks", "attend", "stage_pages", "write_back"}
 
 
 def report(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +36,7 @@ def test_every_kernel_compiles_for_every_architecture(compiled: list[Compiled]) 
     wanted = {
         (name, launch.kernel.__name__, architecture)
         for name, load in WORKLOADS.items()
-        for launch in launches_of(load)
+        for launch in every_launch(load)
         for architecture in ARCHITECTURES
     }
     assert {result[:3] for result in compiled} == wanted
@@ -54,6 +54,17 @@ def test_fetched_chunks_move_in_vectors_of_16_bytes(compiled: list[Compiled]) ->
         moved = WORKLOADS[result.workload].chunk_bytes
         assert result.wide_loads * result.threads * 16 == moved
         assert result.wide_stores * result.threads * 16 == moved
+
+
+def test_staged_pages_move_in_vectors_of_16_bytes(compiled: list[Compiled]) -> None:
+    for result in compiled:
+        chunk = WORKLOADS[result.workload].chunk_bytes
+        loaded, stored = (16 * result.threads * wide for wide in (result.wide_loads, result.wide_stores))
+        if result.kernel == "stage_pages":  # from the host or the cache, in one branch or two; into the buffer and it
+            assert loaded in (chunk, 2 * chunk)
+            assert stored == 2 * chunk
+        elif result.kernel == "write_back":
+            assert (loaded, stored) == (chunk, chunk)
 
 
 def test_under_the_interpreter_the_report_says_what_to_do() -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang_oasis.ops import staging_workload, workload
 from sglang_oasis.ops.triton_launches import Launch
-from sglang_oasis.ops.workload import WORKLOADS, launches_of
+from sglang_oasis.ops.workload import WORKLOADS, Workload
 
 ARCHITECTURES = (80, 90, 100)
 ALIGNMENT = 16
@@ -90,12 +91,17 @@ def compile_launch(workload: str, launch: Launch, architecture: int) -> Compiled
     return Compiled(workload, name, architecture, threads, registers, spilled, kernel.metadata.shared, *wide)
 
 
+def every_launch(load: Workload) -> list[Launch]:
+    """Of a decode step and of prefill staging."""
+    return [*workload.launches_of(load), *staging_workload.launches_of(load)]
+
+
 def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Compiled]:
     """Every kernel, for every workload and architecture."""
     return [
         compile_launch(name, launch, architecture)
         for name, load in WORKLOADS.items()
-        for launch in launches_of(load)
+        for launch in every_launch(load)
         for architecture in architectures
     ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL_ALGORITHM, check_block_size
+from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import native
@@ -134,7 +135,7 @@ def check_after_resolution(server_args: Any) -> None:
     view = resolving_view(server_args)
     if enabled(server_args):
         if view.device != "cpu":
-            _check_device(server_args, model_config_of(server_args), view)
+            check_device(server_args, model_config_of(server_args), view)
         _check_memory(server_args, model_config_of(server_args), view)
     elif view.device != "cpu":
         raise LookaheadKVError(
@@ -145,8 +146,12 @@ def check_after_resolution(server_args: Any) -> None:
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
-def _check_device(server_args: Any, model: Any, view: Any) -> None:
-    """Refuse what only a CPU does so far."""
+def check_device(server_args: Any, model: Any, view: Any) -> None:
+    """Refuse what only a CPU does so far.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
     if view.device != "cuda":
         raise LookaheadKVError(
             f"--enable-lookahead-kv runs on CPUs and CUDA devices, not on {view.device}: leave it out."
@@ -170,7 +175,13 @@ def _check_device(server_args: Any, model: Any, view: Any) -> None:
     for what, (asked, remedy) in wanted.items():
         if asked:
             raise LookaheadKVError(f"--enable-lookahead-kv does not do {what} on a CUDA device yet: {remedy}.")
-    prefill = view.cuda_graph_config.prefill.backend
+    graphs = view.cuda_graph_config
+    if DebugEnv.read().trace_dir is not None and graphs.decode.backend != "disabled":
+        raise LookaheadKVError(
+            "SGLANG_OASIS_TRACE_DIR looks into every decode step, which a CUDA graph does not allow: add "
+            "--disable-cuda-graph or leave it out."
+        )
+    prefill = graphs.prefill.backend
     if prefill not in ("disabled", "breakable"):
         raise LookaheadKVError(
             f"--enable-lookahead-kv runs the attention of prefill outside of CUDA graphs, and "
