@@ -12,6 +12,7 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels are what our CPU ops are compared with
 
+from sglang_oasis.ops import cpu as _overrides  # noqa: F401  (importing it puts the kernels in the references' place)
 from sglang_oasis.ops import native
 from test.unit.kernel_cases import ANY_CPU, THREADS
 

@@ -251,6 +251,16 @@ def test_store_tokens(
     assert same.all()
 
 
+@LAYOUTS
+def test_no_tokens_are_stored_whatever_their_strides(by_row: bool) -> None:
+    keys, values = torch.empty(0, 2, 2, 16).unbind(2)
+    assert keys.stride(1) == 32
+    blocks = torch.zeros((1, 2, 3, 2, 8, 16) if by_row else (3, 2, 2, 8, 16))
+    none = torch.empty(0, dtype=torch.int64)
+    store_tokens(blocks, none if by_row else None, none, keys, values)
+    assert not blocks.any()
+
+
 @FORMATS
 @many
 @given(

@@ -61,10 +61,11 @@ ChunkPool chunk_pool(const TensorView& tensor) {
           tensor.size(1), block_size,               head_dim,                 dtype};
 }
 
-// [T, heads, D] whose heads lie side by side.
+// [T, heads, D] whose heads lie side by side; torch gives tensors without elements any strides.
 int64_t token_stride(const TensorView& tensor, int64_t heads, int64_t head_dim) {
-  require(tensor.ndim() == 3 && tensor.size(1) == heads && tensor.size(2) == head_dim && tensor.stride(2) == 1 &&
-              (heads == 1 || tensor.stride(1) == head_dim),
+  require(tensor.ndim() == 3 && tensor.size(1) == heads && tensor.size(2) == head_dim &&
+              (tensor.size(0) == 0 ||
+               (tensor.stride(2) == 1 && (heads == 1 || tensor.stride(1) == head_dim))),
           "tokens must be [T, heads, D] with contiguous vectors");
   return tensor.stride(0);
 }
