@@ -73,13 +73,13 @@ class DeviceDecoder:
         streams = streams_of(device)
         self.tier = ResidentTier(layout, rows, device)
         self.controller = DeviceController(
-            config, self.tier, host, req_to_token, scales=[scale] * layout.num_layers, max_rows=rows,
+            config, self.tier, host, req_to_token, scale=scale, max_rows=rows,
             query_heads=query_heads, query_dtype=layout.dtype, streams=streams,
         )  # fmt: skip
         self.staging = PrefillStaging(
             layout, host.kv, max_pages=layout.max_blocks, cache_places=cache_places, device=device, streams=streams
         )
-        self._host, self._req_to_token, self._scale = host, req_to_token, scale
+        self._host, self._req_to_token = host, req_to_token
         self._attention, self._tokens = attention, tokens
         self._table = SlotTable(layout, layout.selected_blocks[0], rows, device)
         self._batch = Batch(0, 1)
@@ -115,9 +115,9 @@ class DeviceDecoder:
         fmt = self.tier.layout.summary_format
         for group, kv in self.staging.layer(layer, key, value):
             summarise_blocks(kv, group.completed_places, self._host.summaries[layer], group.completed_pages, fmt)
-            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group, self._scale)
+            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
             for each, first_place in zip(claimed[group.requests], group.starts, strict=False):
-                self.controller.build(layer, each.row, each.window, kv, first_place, query[each.tokens], self._scale)
+                self.controller.build(layer, each.row, each.window, kv, first_place, query[each.tokens])
 
     def load(self, rows: Sequence[int], lengths: Sequence[int], entries: int) -> None:
         """Send a decode step to the device; not part of a captured graph.
@@ -137,18 +137,18 @@ class DeviceDecoder:
         self._batch = self.controller.batch(entries, self._tokens)
         self.controller.load(decoding, [plan.step], self._batch)
         self._table.load(plan, decoding)
-        self._attention.decode.plan(self._table, entries, self._tokens, self._scale)
+        self._attention.decode.plan(self._table, entries, self._tokens)
 
     def begin_step(self) -> None:
         """The part of a step before its first layer."""
         self.controller.begin_step(self._batch)
-        self._attention.decode.refresh(self._table, self._batch.rows, self._tokens, self._scale)
+        self._attention.decode.refresh(self._table, self._batch.rows, self._tokens)
 
     def attend(self, layer: int, indices: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """A layer's part of a step: KV indices [n * m] int64, query [n * m, H*G, D] -> [n * m, H*G, D]."""
         batch, blocks = self._batch, self.tier.layers[layer].blocks
         self.controller.take_tokens(layer, 0, batch, indices, key, value)
-        out = self._attention.decode.run(query, blocks, self._table, batch.rows, self._scale)
+        out = self._attention.decode.run(query, blocks, self._table, batch.rows)
         self.controller.look_ahead(layer, batch, query)
         return out
 

@@ -42,9 +42,10 @@ from benchmark.stack import (
     topic_directions,
     topic_pages,
 )
-from sglang_oasis.attention.device_attention import choose_attention
+from sglang_oasis.attention.device_attention import AttentionSetup, choose_attention
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.tier.host_pool import Allocate, HostPool, pageable
 from sglang_oasis.tier.memory import available_host_bytes
 from sglang_oasis.tier.pinned import pinned_allocator
@@ -185,7 +186,8 @@ class LookaheadStep:
             pages[row, blocks:] = 1 + contexts * blocks + (row - 1) * tail + torch.arange(tail)
         tokens = (pages[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1)
         self._req_to_token = tokens.int().to(device)
-        attention = choose_attention(layout, shape.query_heads, DTYPE, device)
+        setup = AttentionSetup(layout, shape.query_heads, DTYPE, shape.scale, device, streams_of(device))
+        attention = choose_attention(setup)
         self.attention = type(attention.decode).__name__
         self.decoder = DeviceDecoder(
             config, layout, self._host, self._req_to_token, query_heads=shape.query_heads, scale=shape.scale,
@@ -212,7 +214,7 @@ class LookaheadStep:
                 self._host.kv[layer][first : first + blocks].copy_(kv)
                 for row in rows:
                     startup = self._queries[:STARTUP_QUERIES, layer, row - 1]
-                    self.decoder.controller.build(layer, row, window, kv, 0, startup, shape.scale)
+                    self.decoder.controller.build(layer, row, window, kv, 0, startup)
         for row in range(1, shape.batch + 1):
             tier.rows.claim(row, 1, shape.context)
 

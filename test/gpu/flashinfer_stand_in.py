@@ -19,6 +19,9 @@ class _Wrapper:
         self._indices = options.get("paged_kv_indices_buffer")
         self._last_page_len = options.get("paged_kv_last_page_len_buffer")
 
+    def reset_workspace_buffer(self, workspace: Tensor, numbers: Tensor) -> None:
+        assert workspace.dtype == numbers.dtype == torch.uint8
+
     def _plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, scale: float) -> None:
         self._indptr, self._scale = indptr.clone(), scale
         if self._indices is None:

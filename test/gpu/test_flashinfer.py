@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmark.device_decoder import captured
+from sglang_oasis.attention.device_attention import AttentionSetup
 from sglang_oasis.attention.flashinfer_attention import WORKSPACE_BYTES, FlashInferDecode, FlashInferPrefill
 from sglang_oasis.attention.plan import DecodePlan
 from sglang_oasis.attention.slot_tables import SlotTable
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
+from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.ops.summary import SUMMARY_FORMATS
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.staging_plan import PageTable, StagedGroup
@@ -47,6 +49,10 @@ def layout_of(head_dim: int, drafts: int) -> TierLayout:
     )  # fmt: skip
 
 
+def setup_of(layout: TierLayout, place: Place) -> AttentionSetup:
+    return AttentionSetup(layout, HEADS * GROUP, DTYPE, layout.head_dim**-0.5, place.device, streams_of(place.device))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_plans(
@@ -60,17 +66,17 @@ def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_pl
             plans.append(args)
             return super().plan(*args, **options)
 
-    decode = FlashInferDecode(layout, HEADS * GROUP, DTYPE, workspace, Counting)
+    decode = FlashInferDecode(setup_of(layout, place), workspace, Counting)
     table = SlotTable(layout, SELECTED, ROWS, place.device)
     shape = ROWS, HEADS, SELECTED + layout.local_slots, 2, BLOCK, head_dim
     blocks = torch.randn(shape, generator=rng).to(DTYPE)
-    rows, entries, scale = torch.tensor([4, 2, 5]), 4, head_dim**-0.5
+    rows, entries = torch.tensor([4, 2, 5]), 4
     query = place.put(torch.zeros(entries * tokens, HEADS * GROUP, head_dim, dtype=DTYPE))
     on_device, outs = place.put(blocks), []
 
     def step() -> None:
-        decode.refresh(table, entries, tokens, scale)
-        outs[:] = [decode.run(query, on_device, table, entries, scale)]
+        decode.refresh(table, entries, tokens)
+        outs[:] = [decode.run(query, on_device, table, entries)]
 
     replay = None
     for i, lengths in enumerate([[300, 290, 1], [301, 291, 2], [310, 295, 9], [330, 305, 40], [331, 306, 41]]):
@@ -78,14 +84,14 @@ def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_pl
         empty = torch.empty(len(rows), 0, dtype=torch.int32)
         plan = DecodePlan(DecodeStep(i + 1, rows, windows, windows, empty, tokens), (), (), layout)
         table.load(plan, rows)
-        decode.plan(table, entries, tokens, scale)
+        decode.plan(table, entries, tokens)
         if replay is None:
             step()
             replay = captured(step, place.device)
         asked = torch.randn((len(rows) * tokens, HEADS * GROUP, head_dim), generator=rng).to(DTYPE)
         query[: len(asked)] = place.put(asked)
         replay()
-        expected = paged_attention.reference(asked.float(), blocks, *plan.resident(SELECTED), scale)
+        expected = paged_attention.reference(asked.float(), blocks, *plan.resident(SELECTED), head_dim**-0.5)
         torch.testing.assert_close(outs[0][: len(asked)].cpu().float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert len(plans) < 5
     if tokens == 1:
@@ -115,9 +121,8 @@ def test_prefill_attends_to_strided_halves_of_staged_pages(
     )  # fmt: skip
     query = torch.randn((int(starts[-1]), HEADS * GROUP, head_dim), generator=rng).to(DTYPE)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-    prefill = FlashInferPrefill(layout_of(head_dim, 0), HEADS * GROUP, DTYPE, workspace, wrapper)
+    prefill = FlashInferPrefill(setup_of(layout_of(head_dim, 0), place), workspace, wrapper)
     prefill.plan([group])
-    for scale in (head_dim**-0.5, 0.1):
-        out = prefill.run(place.put(query), place.put(kv), group, scale)
-        expected = paged_attention.reference(query.float(), kv, slots, slots, lengths.int(), starts, scale)
-        torch.testing.assert_close(out.cpu().float(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    out = prefill.run(place.put(query), place.put(kv), group)
+    expected = paged_attention.reference(query.float(), kv, slots, slots, lengths.int(), starts, head_dim**-0.5)
+    torch.testing.assert_close(out.cpu().float(), expected, rtol=TOLERANCE, atol=TOLERANCE)

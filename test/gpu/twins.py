@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmark.device_decoder import DeviceDecoder, LayerInputs, captured
-from sglang_oasis.attention import flashinfer_attention
-from sglang_oasis.attention.device_attention import DeviceAttention
-from sglang_oasis.attention.triton_attention import TritonDecode, TritonPrefill
+from sglang_oasis.attention import flashinfer_attention, triton_attention
+from sglang_oasis.attention.device_attention import AttentionSetup, DeviceAttention
 from sglang_oasis.config import LookaheadKVConfig, Speculation
+from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from test.unit.places import CPU, Place, kernels_everywhere
@@ -56,9 +56,11 @@ class Sizes(NamedTuple):
 
 def attention_on(place: Place, sizes: Sizes, layout: TierLayout, name: str) -> DeviceAttention:
     """ "flashinfer" or "triton"."""
+    streams = streams_of(place.device)
+    setup = AttentionSetup(layout, sizes.heads * sizes.group, layout.dtype, sizes.scale, place.device, streams)
     if name == "flashinfer":
-        return flashinfer_attention.make(layout, sizes.heads * sizes.group, layout.dtype, place.device)
-    return DeviceAttention(TritonDecode(place.device), TritonPrefill())
+        return flashinfer_attention.make(setup)
+    return triton_attention.make(setup)
 
 
 class Side:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang_oasis.attention import device_backend
-from sglang_oasis.attention.device_attention import DeviceAttention
+from sglang_oasis.attention.device_attention import AttentionSetup, DeviceAttention
 from sglang_oasis.attention.device_backend import DeviceAttentionBackend
 from sglang_oasis.attention.flashinfer_attention import FlashInferDecode, FlashInferPrefill
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
@@ -52,8 +52,8 @@ WRITTEN = {
 
 
 def memory(tensor: Tensor) -> Hashable:
-    """Layers of one tensor count as different memory."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    """The whole storage: a kernel may read any view of it."""
+    return tensor.untyped_storage()._cdata
 
 
 class Walk(TorchDispatchMode):
@@ -71,11 +71,20 @@ class Walk(TorchDispatchMode):
         self.streams = streams
         self.kernels: list[tuple[str, str]] = []
         self._kept: list[Tensor] = []
+        self._separate: dict[Hashable, int] = {}
 
     def note(self, reads: Iterable[Any], writes: Iterable[Any]) -> None:
         of_device = [[t for t in part if isinstance(t, Tensor) and t.is_meta] for part in (reads, writes)]
         self._kept += of_device[0] + of_device[1]  # another tensor may not get the address of one that is gone
-        self.streams.access(*(map(memory, part) for part in of_device))
+        self.streams.access(*(map(self._place, part) for part in of_device))
+
+    def separate(self, *tensors: Tensor) -> None:
+        """Entries of their first dimension count as different memory, each with what touches all of them."""
+        self._separate.update({memory(tensor): tensor.stride(0) for tensor in tensors})
+
+    def _place(self, tensor: Tensor) -> Hashable:
+        stride = self._separate.get(memory(tensor))
+        return memory(tensor) if stride is None else (memory(tensor), tensor.storage_offset() // stride)
 
     def launch(self, launch: Launch) -> None:
         name = launch.kernel.__name__
@@ -118,6 +127,10 @@ class PlannedWrapper:
     def __init__(self, workspace: Tensor, layout: str, **options: Any) -> None:
         self.layout, self.buffers, self.planned = layout, options, 0
         self.decodes = "paged_kv_indptr_buffer" in options
+
+    def reset_workspace_buffer(self, workspace: Tensor, numbers: Tensor) -> None:
+        assert numbers.is_meta
+        self.buffers["numbers"] = numbers
 
     def plan(self, *args: Any, **options: Any) -> None:
         if not self.decodes:
@@ -197,9 +210,10 @@ class Server:
         )
         self.pool.attach_aux_cache = lambda cache: None
         PlannedWrapper.walk = walk
+        setup = AttentionSetup(layout, HEADS * GROUP, torch.bfloat16, SCALE, DEVICE, walk.streams)
+        workspace = torch.empty(8, device=DEVICE)
         attention = DeviceAttention(
-            FlashInferDecode(layout, HEADS * GROUP, torch.bfloat16, torch.empty(8, device=DEVICE), PlannedWrapper),
-            FlashInferPrefill(layout, HEADS * GROUP, torch.bfloat16, torch.empty(8, device=DEVICE), PlannedWrapper),
+            FlashInferDecode(setup, workspace, PlannedWrapper), FlashInferPrefill(setup, workspace, PlannedWrapper)
         )
         with contextlib.ExitStack() as stack:
             if flashinfer:
@@ -208,6 +222,8 @@ class Server:
                 self.runner, config, layout, host, cache_bytes=20 * LAYERS * HEADS * layout.chunk_bytes,
                 streams=walk.streams,
             )  # fmt: skip
+        # Layers of the page cache, and the counters of urgent fetches and of predictions.
+        walk.separate(self.backend.staging.cache.arena, self.backend.controller.pipeline.counters)
         self.drafts = drafts
 
     def prefill(
@@ -233,10 +249,18 @@ class Server:
         seq_lens = [length - verifies for length in lengths] + [1] * (entries - len(rows))
         self._forward(mode, rows, entries, entries * (1 + self.drafts), seq_lens)
 
-    def warm_up(self, mode: ForwardMode, entries: int, tokens: int) -> None:
-        """A batch that SGLang makes up."""
+    def warm_up(self, mode: ForwardMode, entries: int, tokens: int, in_capture: bool = False) -> None:
+        """A batch that SGLang makes up, to warm up or to capture a graph."""
         fields = {"extend_prefix_lens_cpu": [0], "extend_seq_lens_cpu": [tokens]}
-        self._forward(mode, None, entries, tokens, [1] * entries, **fields)
+        self._forward(mode, None, entries, tokens, [1] * entries, in_capture, **fields)
+
+    def note_rows(self, rows: Sequence[int]) -> None:
+        """What the seam on `ForwardBatch.init_new` notes."""
+        setattr(self.runner, ROWS_ATTRIBUTE, list(rows))
+
+    @staticmethod
+    def indices(count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int64, device=DEVICE)
 
     def _forward(
         self,
@@ -245,18 +269,23 @@ class Server:
         entries: int,
         tokens: int,
         seq_lens: list[int],
+        in_capture: bool = False,
         **fields: Any,
     ) -> None:
         if rows is not None:
-            setattr(self.runner, ROWS_ATTRIBUTE, list(rows))
+            self.note_rows(rows)
         batch: Any = SimpleNamespace(
             rids=None if rows is None else [str(row) for row in rows],
-            forward_mode=mode, batch_size=entries, input_ids=torch.empty(tokens, dtype=torch.int64, device=DEVICE),
-            req_pool_indices=torch.empty(entries, dtype=torch.int64, device=DEVICE),
-            seq_lens_cpu=torch.tensor(seq_lens), out_cache_loc=torch.empty(tokens, dtype=torch.int64, device=DEVICE),
+            forward_mode=mode, batch_size=entries, input_ids=self.indices(tokens),
+            req_pool_indices=self.indices(entries),
+            seq_lens_cpu=torch.tensor(seq_lens), out_cache_loc=self.indices(tokens),
             **fields,
         )  # fmt: skip
-        self.backend.init_forward_metadata(batch)
+        if in_capture:
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            self.backend.init_forward_metadata_in_graph(batch)
+        else:
+            self.backend.init_forward_metadata(batch)
         forward = self.backend.forward_decode if mode.is_decode() else self.backend.forward_extend
         for layer in self.layers:
             fused = torch.empty((tokens, (GROUP + 2) * HEADS * DIM), dtype=torch.bfloat16, device=DEVICE)
@@ -265,9 +294,36 @@ class Server:
             assert out.shape == query.shape
 
 
+class RecordedKernels:
+    """The C++ kernels, by their arguments."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def fused_select(self, *arguments: Any) -> None:
+        queries, summaries, _, rows, candidates, head_map, last_selected, slot_of, averages, *others = arguments
+        tensors = [each for each in others if isinstance(each, Tensor)]
+        number, cap, admitted, slots, counters, scratch = tensors
+        assert queries.is_contiguous()
+        self._launch(
+            "fused_select",
+            [queries, summaries, rows, candidates, head_map, slot_of, number, cap],
+            [last_selected, averages, admitted, slots, counters, scratch],
+        )
+
+    def fetch_blocks(self, *arguments: Any) -> None:
+        blocks, head_map, last_selected, slot_of, *read = arguments
+        self._launch("fetch_blocks", read, [blocks, head_map, last_selected, slot_of])
+
+    def _launch(self, name: str, reads: list[Any], writes: list[Any]) -> None:
+        self._walk.kernels.append((name, self._walk.streams.current))
+        self._walk.note(reads, writes)
+
+
 @contextlib.contextmanager
-def walking(streams: RecordedStreams) -> Iterator[Walk]:
-    """Ops on the meta device do what they do on CUDA, up to the launch of a kernel."""
+def walking(streams: RecordedStreams, cplusplus: bool = True) -> Iterator[Walk]:
+    """Ops on the meta device do what they do on CUDA, up to the launch of a kernel, of C++ where there is one."""
     walk = Walk(streams)
-    with cuda_ops_on("meta"), mock.patch.object(Launch, "run", lambda launch: walk.launch(launch)), walk:
+    kernels = RecordedKernels(walk) if cplusplus else None
+    with cuda_ops_on("meta", kernels), mock.patch.object(Launch, "run", lambda launch: walk.launch(launch)), walk:
         yield walk

@@ -55,6 +55,9 @@ class RecordedStreams:
             for stream, time in event.seen.items():
                 clock[stream] = max(clock[stream], time)
 
+    def synchronize(self, event: object) -> None:
+        """The host waits: it orders nothing on the device that is not ordered."""
+
     def access(self, reads: Iterable[Hashable] = (), writes: Iterable[Hashable] = ()) -> None:
         """Work on the current stream.
 

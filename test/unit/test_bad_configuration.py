@@ -281,3 +281,11 @@ def test_a_trace_does_not_go_with_graphs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     check_device(*cuda_server(graphs="disabled"))
     with pytest.raises(LookaheadKVError, match="--disable-cuda-graph"):
         check_device(*cuda_server())
+
+
+@pytest.mark.parametrize(("phase", "backend"), [("decode", "breakable"), ("prefill", "full")])
+def test_graphs_of_other_kinds_are_refused(phase: str, backend: str) -> None:
+    args, model, view = cuda_server()
+    getattr(view.cuda_graph_config, phase).backend = backend
+    with pytest.raises(LookaheadKVError, match=f"--cuda-graph-backend-{phase} {backend}"):
+        check_device(args, model, view)

@@ -17,7 +17,7 @@ from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.ops.streams import SerialStreams
 from test.unit.cuda_emulation import load
 from test.unit.device_ops import cuda_ops_on
-from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, LAYERS, ROWS, Schedule
+from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, ROWS, Schedule
 
 CAPTURED = (1, 2, ROWS)
 """Batch sizes of the graphs; entries that pad a batch are the dummy row."""
@@ -52,7 +52,7 @@ class ScheduleOnDevice(Schedule):
             self.tier,
             self.host,
             self.req_to_token,
-            scales=[0.5] * LAYERS,
+            scale=0.5,
             max_rows=ROWS,
             query_heads=2 * HEADS,
             query_dtype=torch.float32,

@@ -20,12 +20,10 @@ from sglang_oasis.attention.plan import DecodePlan, PrefillPlan, plan_decode, pl
 from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, TierBackend
 from sglang_oasis.config import FETCH, LookaheadKVConfig
-from sglang_oasis.env import DebugEnv
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
 from sglang_oasis.observability.audit import Audit
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 
 if TYPE_CHECKING:
@@ -57,8 +55,6 @@ class LookaheadAttentionBackend(TierBackend):
             None if self.audit is None else self.audit.is_poor,
             moves_on=not runner.is_draft_worker,
         )
-        self._integrity_interval = DebugEnv.read().integrity_interval
-        self._passes_begun = 0
         self._decode: list[DecodePlan] = []
         self._draft_steps: list[list[DecodePlan]] = []
         self._prefill: PrefillPlan | None = None
@@ -80,14 +76,8 @@ class LookaheadAttentionBackend(TierBackend):
             self._plan_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
         ]
 
-    def check_integrity(self) -> None:
-        """Verify every invariant of the tiers.
-
-        Raises:
-            IntegrityError: names the layer, the row and the invariant.
-        """
+    def settle(self) -> None:
         self.controller.pipeline.drain()
-        check_integrity(self.tier, self.host, self._pages_of)
 
     def forward_extend(
         self,
@@ -173,11 +163,8 @@ class LookaheadAttentionBackend(TierBackend):
     def _plan_decode(
         self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0
     ) -> list[DecodePlan]:
-        counters = self.controller.counters
         if first == 0:
-            counters.decode_steps += 1
-            if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
-                self.check_integrity()
+            self.count_step()
             self._publish_when_due()
             self.clock.begin_step()
         rows = forward_batch.req_pool_indices.to("cpu", torch.int64)

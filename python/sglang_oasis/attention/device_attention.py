@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.attention.slot_tables import SlotTable
+from sglang_oasis.ops.streams import Streams
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.staging_plan import StagedGroup
 
@@ -16,13 +17,13 @@ from sglang_oasis.tier.staging_plan import StagedGroup
 class DecodeAttention(Protocol):
     """Attention of n entries with m tokens each over the slots of a `SlotTable`."""
 
-    def plan(self, table: SlotTable, entries: int, tokens: int, scale: float) -> None:
+    def plan(self, table: SlotTable, entries: int, tokens: int) -> None:
         """Prepare for a step; outside of a captured graph, after the table was loaded."""
 
-    def refresh(self, table: SlotTable, entries: int, tokens: int, scale: float) -> None:
+    def refresh(self, table: SlotTable, entries: int, tokens: int) -> None:
         """Prepare what the device can do by itself; inside of a captured graph."""
 
-    def run(self, query: Tensor, blocks: Tensor, table: SlotTable, entries: int, scale: float) -> Tensor:
+    def run(self, query: Tensor, blocks: Tensor, table: SlotTable, entries: int) -> Tensor:
         """query [n * m, H*G, D], blocks [S, H, K+R, 2, B, D] -> [n * m, H*G, D]."""
 
 
@@ -32,8 +33,27 @@ class PrefillAttention(Protocol):
     def plan(self, groups: Sequence[StagedGroup]) -> None:
         """Prepare for a pass."""
 
-    def run(self, query: Tensor, kv: Tensor, group: StagedGroup, scale: float) -> Tensor:
+    def run(self, query: Tensor, kv: Tensor, group: StagedGroup) -> Tensor:
         """query [t, H*G, D], kv [X, H, 2, B, D] -> [t, H*G, D]."""
+
+
+class AttentionSetup(NamedTuple):
+    """What is the same for all layers and steps.
+
+    Attributes:
+        layout: the tier layout.
+        query_heads: of this rank.
+        dtype: of the queries.
+        scale: softmax scale.
+        device, streams: what attends.
+    """
+
+    layout: TierLayout
+    query_heads: int
+    dtype: torch.dtype
+    scale: float
+    device: torch.device
+    streams: Streams
 
 
 class DeviceAttention(NamedTuple):
@@ -43,12 +63,10 @@ class DeviceAttention(NamedTuple):
     prefill: PrefillAttention
 
 
-def choose_attention(
-    layout: TierLayout, query_heads: int, query_dtype: torch.dtype, device: torch.device
-) -> DeviceAttention:
+def choose_attention(setup: AttentionSetup) -> DeviceAttention:
     """FlashInfer, or Triton where FlashInfer is absent or does not know the head size or the dtype."""
     from sglang_oasis.attention import flashinfer_attention, triton_attention
 
-    if flashinfer_attention.serves(layout, query_dtype):
-        return flashinfer_attention.make(layout, query_heads, query_dtype, device)
-    return DeviceAttention(triton_attention.TritonDecode(device), triton_attention.TritonPrefill())
+    if flashinfer_attention.serves(setup.layout, setup.dtype):
+        return flashinfer_attention.make(setup)
+    return triton_attention.make(setup)

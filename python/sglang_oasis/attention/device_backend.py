@@ -10,7 +10,7 @@ SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,19 +19,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from sglang_oasis.attention.batch import committed_tokens, decoded_tokens
-from sglang_oasis.attention.device_attention import choose_attention
+from sglang_oasis.attention.device_attention import AttentionSetup, choose_attention
 from sglang_oasis.attention.layers import layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillRow, claim_rows, plan_decode
 from sglang_oasis.attention.slot_tables import SlotTable
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
 from sglang_oasis.config import FETCH, LookaheadKVConfig
-from sglang_oasis.env import DebugEnv
+from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.lookahead.device_pipeline import Batch
 from sglang_oasis.ops.device_step import summarise_blocks
 from sglang_oasis.ops.streams import Streams, streams_of
 from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.page_cache import PageCache
 from sglang_oasis.tier.staging import PrefillStaging
@@ -62,33 +61,40 @@ class DeviceAttentionBackend(TierBackend):
     ) -> None:
         super().__init__(runner, config, layout, host)
         device = self.tier.device
-        streams = streams_of(device) if streams is None else streams
+        streams = self._streams = streams_of(device) if streams is None else streams
         layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
         layers.sort(key=lambda module: module.layer_id)
-        self._scales = [module.scaling for module in layers]
-        query_heads = layers[0].tp_q_head_num
+        scale, query_heads = layers[0].scaling, layers[0].tp_q_head_num
+        if any(module.scaling != scale for module in layers):
+            raise LookaheadKVError(
+                "--enable-lookahead-kv cannot serve this model on a CUDA device: its attention layers differ in their "
+                "softmax scale; start it without the flag."
+            )
         self._max_rows = self._rows.size + 1
         self.controller = DeviceController(
-            config, self.tier, host, self._rows.req_to_token, scales=self._scales, max_rows=self._max_rows,
+            config, self.tier, host, self._rows.req_to_token, scale=scale, max_rows=self._max_rows,
             query_heads=query_heads, query_dtype=runner.dtype, streams=streams,
         )  # fmt: skip
         self.staging = PrefillStaging(
             layout, host.kv, max_pages=layout.max_blocks,
             cache_places=PageCache.places_in(layout, cache_bytes), device=device, streams=streams,
         )  # fmt: skip
-        self._attention = choose_attention(layout, query_heads, runner.dtype, device)
+        self._attention = choose_attention(AttentionSetup(layout, query_heads, runner.dtype, scale, device, streams))
         passes = 1 + config.draft_tokens if config.miss_policy == FETCH else 1
         kinds = sorted(set(layout.selected_blocks))
         self._tables = [
             {selected: SlotTable(layout, selected, self._max_rows, device) for selected in kinds} for _ in range(passes)
         ]
-        self._steps_begun = 0
-        self._integrity_interval = DebugEnv.read().integrity_interval
         self._is_dummy = False
         self._batch: Batch | None = None
         self._plans: Sequence[DecodePlan] = ()
         self._tokens = 0
         self._prefill: Sequence[PrefillRow] = ()
+
+    def settle(self) -> None:
+        """Both tiers are up to date, and the host may look into them."""
+        self.controller.drain()
+        self._streams.synchronize(self._streams.record())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_bs > self._max_rows:
@@ -98,7 +104,11 @@ class DeviceAttentionBackend(TierBackend):
         return 1
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Kernels of all layers look up pages in SGLang's table of KV indices."""
+        """Kernels of all layers look up pages in SGLang's table of KV indices.
+
+        So do the tasks that a step leaves to the next. They need no fence: what a live row has in the table stays, and
+        what is fetched for a row that is gone is not read before the row is built again.
+        """
         if fm.is_decode() or fm.is_target_verify():
             return SharedReadEnds.POST_REPLAY
         return SharedReadEnds.UNKNOWN
@@ -121,7 +131,7 @@ class DeviceAttentionBackend(TierBackend):
         for tables, plan in zip(self._tables, plans, strict=False):
             for table in tables.values():
                 table.load(plan, forward_batch.req_pool_indices[: len(rows)])
-                self._each_scale(self._attention.decode.plan, table, entries, plan.step.tokens)
+                self._attention.decode.plan(table, entries, plan.step.tokens)
         if not self._is_dummy:
             self.controller.publish()
             self._publish_when_due()
@@ -132,7 +142,7 @@ class DeviceAttentionBackend(TierBackend):
         self.staging.cache.forget(forward_batch.out_cache_loc)
         self.controller.begin_step(self._batch)
         for table in (table for tables in self._tables for table in tables.values()):
-            self._each_scale(self._attention.decode.refresh, table, self._batch.rows, self._tokens // len(self._tables))
+            self._attention.decode.refresh(table, self._batch.rows, self._tokens // len(self._tables))
 
     def forward_decode(
         self,
@@ -160,9 +170,7 @@ class DeviceAttentionBackend(TierBackend):
             if self.trace is not None:  # looks into the tiers: not in a graph
                 self.trace.record(index, self._plans[number], self.tier)
             table = tables[resident.selected]
-            outs.append(
-                self._attention.decode.run(query[taken], resident.blocks, table, batch.rows, self._scales[index])
-            )
+            outs.append(self._attention.decode.run(query[taken], resident.blocks, table, batch.rows))
         controller.look_ahead(index, batch, query)
         if index == self.tier.layout.num_layers - 1:
             controller.end_step()
@@ -183,32 +191,25 @@ class DeviceAttentionBackend(TierBackend):
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self._kv_pool.start_layer
-        scale, fmt = self._scales[index], self.tier.layout.summary_format
+        fmt = self.tier.layout.summary_format
         out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
         if self._is_dummy:
             return out.view(q.shape)
         for group, kv in self.staging.layer(index, key, value):
             summarise_blocks(kv, group.completed_places, self.host.summaries[index], group.completed_pages, fmt)
-            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group, scale)
+            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
             for each, first_place in zip(self._prefill[group.requests], group.starts, strict=False):
                 if each.builds:
-                    self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens], scale)
+                    self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens])
         return out.view(q.shape)
 
-    def _each_scale(self, prepare: Callable[..., None], *step: Any) -> None:
-        for scale in set(self._scales):
-            prepare(*step, scale)
-
     def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int, rids: Sequence[str]) -> list[DecodePlan]:
-        counters = self.controller.counters
-        counters.decode_steps += 1
         self.staging.join()
-        if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
-            self.controller.drain()
-            check_integrity(self.tier, self.host, self._pages_of)
+        if not self._is_dummy:
+            self.count_step()
         plans = plan_decode(
             self.tier,
-            number=self._steps_begun + 1,
+            number=self._passes_begun + 1,
             rows=torch.tensor(rows, dtype=torch.int64),
             generations=torch.as_tensor(self._rows.req_generation[rows]),
             lengths=lengths,
@@ -217,9 +218,9 @@ class DeviceAttentionBackend(TierBackend):
             tokens=tokens,
             singly=tokens > 1 and self.config.miss_policy == FETCH,
         )
-        self._steps_begun += len(plans)
+        self._passes_begun += len(plans)
         if plans[0].cold:
-            self.controller.drain()
+            self.settle()
         for cold in plans[0].cold:
             pages = self._pages_of(cold.row, cold.window.open_block + 1)
             self.controller.build_cold(cold.row, cold.window, pages)

@@ -32,7 +32,7 @@ class Sequences(NamedTuple):
 
 
 class ColdRow(NamedTuple):
-    """A row that reached decode without a resident set; it is built from its first decode query.
+    """A row that reached decode without a resident set; it is built then.
 
     Attributes:
         entry: position in the batch.

@@ -17,11 +17,13 @@ from sglang_oasis.attention.layers import check_layers
 from sglang_oasis.attention.plan import host_pages
 from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.env import DebugEnv
 from sglang_oasis.observability.audit import Audit
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.observability.trace import SelectionTrace
 from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
 
@@ -84,6 +86,28 @@ class TierBackend(AttentionBackend):
         self.trace: SelectionTrace | None = None
         self.audit: Audit | None = None
         self.clock = StepClock()
+        self._integrity_interval = DebugEnv.read().integrity_interval
+        self._passes_begun = 0
+
+    def settle(self) -> None:
+        """Both tiers are up to date, and the host may look into them."""
+        raise NotImplementedError
+
+    def check_integrity(self) -> None:
+        """Verify every invariant of the tiers.
+
+        Raises:
+            IntegrityError: names the layer, the row and the invariant.
+        """
+        self.settle()
+        check_integrity(self.tier, self.host, self._pages_of)
+
+    def count_step(self) -> None:
+        """A decode step begins; checks integrity before it, when that is due."""
+        counters = self.controller.counters
+        counters.decode_steps += 1
+        if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
+            self.check_integrity()
 
     def host_tokens(self) -> tuple[int, int]:
         """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""

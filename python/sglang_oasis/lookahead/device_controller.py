@@ -35,7 +35,7 @@ class DeviceController:
         tier: the resident tier, on the device.
         host: the host pool, in memory that the device reaches by address.
         req_to_token: SGLang's [S, context] table of KV indices, int32 on the device.
-        scales: softmax scale of each layer.
+        scale: softmax scale of all layers.
         max_rows: most entries of a step, padding included.
         query_heads: query heads of this rank.
         query_dtype: their dtype.
@@ -53,7 +53,7 @@ class DeviceController:
         host: HostPool,
         req_to_token: Tensor,
         *,
-        scales: Sequence[float],
+        scale: float,
         max_rows: int,
         query_heads: int,
         query_dtype: torch.dtype,
@@ -66,7 +66,7 @@ class DeviceController:
         self.config, self.tier, self.host = config, tier, host
         self.counters = LookaheadCounters()
         self.cap = FixedCap(config.fetch_ratio)
-        self._selector = selector
+        self._selector, self._scale = selector, scale
         self._req_to_token = req_to_token
         self._fetches = config.miss_policy == FETCH
         self._looks_at_drafts = config.source != LAST_QUERY
@@ -75,13 +75,11 @@ class DeviceController:
         self._left_over: Batch | None = None
         self.pipeline = DevicePipeline(
             tier, host, req_to_token, selector, config.smoothing,
-            scales=scales, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self._tables[0], max_rows=max_rows,
+            scale=scale, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self._tables[0], max_rows=max_rows,
             max_queries=max(1, config.draft_tokens), query_heads=query_heads, query_dtype=query_dtype, streams=streams,
         )  # fmt: skip
 
-    def build(
-        self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor, scale: float
-    ) -> None:
+    def build(self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor) -> None:
         """Build a row's first resident set from its last prompt queries; nothing waits for the device.
 
         Args:
@@ -91,7 +89,6 @@ class DeviceController:
             kv: [X, H, 2, B, D] on the device, in which block j of the row is page `first_place + j`.
             first_place: see there.
             queries: [Q, H*G, D], the last prompt queries.
-            scale: softmax scale.
         """
         resident, layout, device = self.tier.layers[layer], self.tier.layout, self.tier.device
         places = first_place + torch.arange(window.open_block + 1, device=device)
@@ -110,7 +107,7 @@ class DeviceController:
                 torch.full((1,), row, dtype=torch.int64, device=device),
                 torch.full((1,), candidates, dtype=torch.int32, device=device),
                 layout.summary_format,
-                scale,
+                self._scale,
                 self._selector.tightness,
                 None,
                 0.0,
@@ -149,8 +146,8 @@ class DeviceController:
         """Send a step to the device; not part of a captured graph.
 
         Args:
-            rows: [n] int64 on any device, padding included.
-            steps: its passes, of the entries that are no padding: one, or one per token with policy `fetch`.
+            rows: [n] int64 on any device, of the entries that are no padding.
+            steps: its passes, of the same: one, or one per token with policy `fetch`.
             batch: its shape.
         """
         if self._left_over not in (None, batch):

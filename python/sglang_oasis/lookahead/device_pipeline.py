@@ -14,7 +14,6 @@ to change what a postponed task reads, is run by `drain`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +56,7 @@ class DevicePipeline:
         req_to_token: SGLang's [S, context] table of KV indices, int32 on the device.
         selector: how blocks are scored.
         smoothing: weight of the past in their average scores, 0 for none.
-        scales: softmax scale of each layer.
+        scale: softmax scale of all layers.
         cap: most blocks fetched ahead per KV head, layer and step.
         tables: the steps' tables.
         max_rows, max_queries: most entries of a step, and most queries with which it looks ahead.
@@ -78,7 +77,7 @@ class DevicePipeline:
         selector: BoundSelector,
         smoothing: float,
         *,
-        scales: Sequence[float],
+        scale: float,
         cap: int,
         tables: DeviceTables,
         max_rows: int,
@@ -90,9 +89,7 @@ class DevicePipeline:
         layout, device = tier.layout, tier.device
         self._tier, self._host, self._req_to_token = tier, host, req_to_token
         self._smoothing, self._tables, self._streams = smoothing, tables, streams
-        self._rankings = [
-            Ranking(layout.summary_format, scale, selector.tightness, smoothing, layout.sink_blocks) for scale in scales
-        ]
+        self._ranking = Ranking(layout.summary_format, scale, selector.tightness, smoothing, layout.sink_blocks)
         self.layers = sorted(layout.sparse_layers)
         self._postponed = frozenset(layer for layer in self.layers if layer >= layout.num_layers // 2)
         self._queries = {
@@ -183,7 +180,7 @@ class DevicePipeline:
     ) -> None:
         resident = self._tier.layers[layer]
         predict_admissions(
-            queries, resident.summaries, averages, resident.maps, table.rows, candidates, self._rankings[layer],
+            queries, resident.summaries, averages, resident.maps, table.rows, candidates, self._ranking,
             table.number, offset, cap, admissions, self.counters[offset],
         )  # fmt: skip
 

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 TRITON = (triton_ops, staging_triton)
 """Modules that register their ops when they are imported."""
 
+_DOES_NOT_FIT = "do not fit into the shared memory"
+"""What `fused_select.cu` says before it launches anything."""
+
 _declined: set[tuple[object, ...]] = set()
 """Shapes whose queries and slots do not fit into shared memory."""
 
@@ -60,6 +63,8 @@ def _predict_admissions(
             ranking.tightness, ranking.decay, ranking.sinks, number, offset, cap, admissions, counters, scratch,
         )  # fmt: skip
     except RuntimeError as error:
+        if _DOES_NOT_FIT not in str(error):
+            raise
         logger.warning("Triton selects blocks, because the CUDA kernel does not take this shape: %s.", error)
         _declined.add(shape)
         return NotImplemented

@@ -32,6 +32,9 @@ class Streams(Protocol):
     def wait(self, event: Event) -> None:
         """Nothing that the current stream does from here on begins before `event`."""
 
+    def synchronize(self, event: Event) -> None:
+        """The host waits for `event`."""
+
 
 class SerialStreams:
     """For devices without streams: everything runs at once, in the order of the calls."""
@@ -43,6 +46,9 @@ class SerialStreams:
         return None
 
     def wait(self, event: Event) -> None:
+        pass
+
+    def synchronize(self, event: Event) -> None:
         pass
 
 
@@ -72,6 +78,10 @@ class CudaStreams:
     def wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def synchronize(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        event.synchronize()
 
 
 def streams_of(device: torch.device) -> Streams:

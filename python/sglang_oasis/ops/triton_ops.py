@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.ops import device_step, triton_launches
-from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.smoothing import ESCAPE
@@ -122,17 +121,6 @@ def attend(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     triton_launches.attend(query, blocks, rows, slots, kv_lengths, query_starts, scale, max_queries, out).run()
     return out
-
-
-@paged_attention.register("cuda")
-def _paged_attention(
-    query: Tensor, blocks: Tensor, rows: Tensor, slots: Tensor, kv_lengths: Tensor, query_starts: Tensor, scale: float
-) -> Tensor:
-    """Tables may be on the host here, as the eager backend has them; the reference reads pages that are not pinned."""
-    if blocks.device.type == "cpu" and not blocks.is_pinned():
-        return NotImplemented
-    rows, slots, kv_lengths, starts = (table.to(query.device) for table in (rows, slots, kv_lengths, query_starts))
-    return attend(query, blocks, rows, slots, kv_lengths, starts, scale, len(query))
 
 
 @device_step.summarise_blocks.register("cuda")

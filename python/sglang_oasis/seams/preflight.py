@@ -181,12 +181,13 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
             "SGLANG_OASIS_TRACE_DIR looks into every decode step, which a CUDA graph does not allow: add "
             "--disable-cuda-graph or leave it out."
         )
-    prefill = graphs.prefill.backend
-    if prefill not in ("disabled", "breakable"):
-        raise LookaheadKVError(
-            f"--enable-lookahead-kv runs the attention of prefill outside of CUDA graphs, and "
-            f"--cuda-graph-backend-prefill is {prefill}: use breakable or disabled."
-        )
+    for phase, allowed in (("decode", "full"), ("prefill", "breakable")):
+        backend = getattr(graphs, phase).backend
+        if backend not in (allowed, "disabled"):
+            raise LookaheadKVError(
+                f"--enable-lookahead-kv does not work with --cuda-graph-backend-{phase} {backend}: use {allowed} or "
+                f"disabled."
+            )
 
 
 def _drives_itself(head_dim: int) -> bool:

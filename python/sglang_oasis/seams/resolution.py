@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
+from sglang_oasis.platform.detect import cpu_platform_wanted
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.seams.server_args import EAGLE3, algorithm_of, enabled, uses_host_pool
 
@@ -41,12 +42,17 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
             SOURCE,
             attention_backend=BACKEND_NAME if enabled(server_args) else DENSE_BACKEND_NAME,
             page_size=DEFAULT_BLOCK_SIZE if page_size is None else page_size,
-            # A decode step's transfers are not captured in a graph yet.
-            disable_cuda_graph=True,
+            **graph_defaults(view.device),
             **_dual_algorithm(server_args),
             **_chain_defaults(view),
         )
     previous(server_args)
+
+
+def graph_defaults(device: str | None) -> dict[str, bool]:
+    """On a CPU a step is driven by the host and cannot be captured; the device is chosen later, if it was not given."""
+    on_cpu = cpu_platform_wanted() if device is None else device == "cpu"
+    return {"disable_cuda_graph": True} if on_cpu else {}
 
 
 def _dual_algorithm(server_args: Any) -> dict[str, str]:
