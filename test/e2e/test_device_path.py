@@ -59,7 +59,9 @@ def test_answers_are_those_of_the_host_driven_way(server: Server, expected: list
     assert undisturbed
     for i in undisturbed:
         assert_same_answer(answers[i], expected[i])
-    counters = server.stats()["counters"]
+    stats = server.stats()
+    assert stats["bytes"]["staging"] > 0
+    counters = stats["counters"]
     assert counters["blocks_fetched"] > 0
     assert (counters["blocks_urgent"] > 0) == (way != "drop")
 

@@ -75,7 +75,7 @@ class DeviceAttentionBackend(TierBackend):
             config, self.tier, host, self._rows.req_to_token, scale=scale, max_rows=self._max_rows,
             query_heads=query_heads, query_dtype=runner.dtype, streams=streams,
         )  # fmt: skip
-        self.staging = PrefillStaging(
+        self.staging: PrefillStaging = PrefillStaging(
             layout, host.kv, max_pages=layout.max_blocks,
             cache_places=PageCache.places_in(layout, cache_bytes), device=device, streams=streams,
         )  # fmt: skip

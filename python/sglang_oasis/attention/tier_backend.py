@@ -26,6 +26,7 @@ from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
+from sglang_oasis.tier.staging import PrefillStaging
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -53,6 +54,7 @@ class TierBackend(AttentionBackend):
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
         trace: records what decode attends to, None when it is off.
         audit: measures the true recall now and then, None when it is off.
+        staging: what prefill passes through, None where it reads the host pool in place.
         clock: where the time of decode steps goes.
     """
 
@@ -85,6 +87,7 @@ class TierBackend(AttentionBackend):
         self.exporter: MetricsExporter | None = None
         self.trace: SelectionTrace | None = None
         self.audit: Audit | None = None
+        self.staging: PrefillStaging | None = None
         self.clock = StepClock()
         self._integrity_interval = DebugEnv.read().integrity_interval
         self._passes_begun = 0

@@ -30,6 +30,9 @@ def start_up_summary(backend: TierBackend) -> str:
         f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}, "
         f"smoothing {config.smoothing}",
     ]
+    if (staging := backend.staging) is not None:
+        cached = len(staging.cache.tags) * layout.block_size
+        lines.append(f"  prefill          {_gb(staging.nbytes)}: two staging buffers and a cache of {cached} tokens")
     return "\n".join(lines)
 
 
@@ -48,6 +51,7 @@ def statistics(backend: TierBackend) -> dict[str, Any]:
             "device_capacity": sum(each.num_rows * each.layout.row_bytes for each in backend.tiers),
             "resident": sum(each.used_bytes for each in backend.tiers),
             "summaries": sum(each.used_summary_bytes for each in backend.tiers),
+            "staging": 0 if backend.staging is None else backend.staging.nbytes,
             "step_budget": layout.step_bytes(cap),
         },
         "fetch_cap": cap,
