@@ -11,6 +11,7 @@ SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a rep
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,9 @@ from sglang_oasis.attention.slot_tables import SlotTable
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
 from sglang_oasis.config import FETCH, LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.device_controller import DeviceController
-from sglang_oasis.lookahead.device_pipeline import Batch
+from sglang_oasis.lookahead.device_pipeline import URGENT, Batch
 from sglang_oasis.ops.device_step import summarise_blocks
 from sglang_oasis.ops.streams import Streams, streams_of
 from sglang_oasis.tier.host_pool import HostPool
@@ -96,6 +98,11 @@ class DeviceAttentionBackend(TierBackend):
         self.controller.drain()
         self._streams.synchronize(self._streams.record())
 
+    def counters(self) -> LookaheadCounters:
+        """Waits for the device."""
+        urgent = int(self.controller.pipeline.counters[URGENT, 0])
+        return replace(self.controller.counters, blocks_urgent=urgent)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_bs > self._max_rows:
             raise RuntimeError(f"A graph of {max_bs} requests was asked for, and there are {self._max_rows} rows.")
@@ -133,7 +140,6 @@ class DeviceAttentionBackend(TierBackend):
                 table.load(plan, forward_batch.req_pool_indices[: len(rows)])
                 self._attention.decode.plan(table, entries, plan.step.tokens)
         if not self._is_dummy:
-            self.controller.publish()
             self._publish_when_due()
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:

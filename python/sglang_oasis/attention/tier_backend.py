@@ -18,6 +18,7 @@ from sglang_oasis.attention.plan import host_pages
 from sglang_oasis.attention.row_observer import RowObserver
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.env import DebugEnv
+from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.observability.audit import Audit
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
@@ -111,6 +112,10 @@ class TierBackend(AttentionBackend):
         counters.decode_steps += 1
         if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
             self.check_integrity()
+
+    def counters(self) -> LookaheadCounters:
+        """What was counted since start-up."""
+        return self.controller.counters
 
     def host_tokens(self) -> tuple[int, int]:
         """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""

@@ -169,11 +169,6 @@ class DeviceController:
             self.pipeline.drain(self._left_over)
             self._left_over = None
 
-    def publish(self) -> None:
-        """Bring the counters up to date, without waiting for the device: with what has arrived since the last call."""
-        self.counters.blocks_urgent = self.pipeline.fetched_urgently
-        self.pipeline.publish()
-
     def begin_step(self, batch: Batch) -> None:
         """Start what the step before has left over."""
         if not self._fetches:

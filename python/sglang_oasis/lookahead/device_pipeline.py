@@ -102,7 +102,6 @@ class DevicePipeline:
         self._cap = torch.tensor([cap], dtype=torch.int32, device=device)
         self._no_cap = torch.tensor([most], dtype=torch.int32, device=device)
         self.counters = torch.zeros((2, 2), dtype=torch.int64, device=device)
-        self._published = torch.zeros((2, 2), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._arrivals: dict[int, Event] = {}
 
     def begin_step(self, batch: Batch) -> None:
@@ -138,19 +137,10 @@ class DevicePipeline:
             self._start(layer, batch, self._tables.current)
         self.end_step()
 
-    def publish(self) -> None:
-        """Send the counters to the host, which does not wait for them."""
-        self._published.copy_(self.counters, non_blocking=True)
-
     def statistics(self) -> PipelineStatistics:
-        """As of the last `publish` that arrived. What a graph's streams wait for is not measured."""
-        fetched, deferred = int(self._published[:, 0].sum()), int(self._published[AHEAD, 1])
-        return PipelineStatistics(fetched, deferred, 0, 0.0, {})
-
-    @property
-    def fetched_urgently(self) -> int:
-        """Blocks that attention waited for, likewise."""
-        return int(self._published[URGENT, 0])
+        """Waits for the device. What a graph's streams wait for is not measured."""
+        (urgent, _), (ahead, deferred) = self.counters.tolist()
+        return PipelineStatistics(urgent + ahead, deferred, 0, 0.0, {})
 
     def _start(self, layer: int, batch: Batch, table: StepTable) -> None:
         entries, streams = first_entries(table, batch.rows), self._streams

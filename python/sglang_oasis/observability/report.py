@@ -39,7 +39,7 @@ def start_up_summary(backend: TierBackend) -> str:
 def statistics(backend: TierBackend) -> dict[str, Any]:
     """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field."""
     tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline.statistics()
-    counters = backend.controller.counters
+    counters = backend.counters()
     capacity, free = backend.host_tokens()
     cap = backend.controller.cap.blocks(min(layout.selected_blocks))
     return {

@@ -134,7 +134,7 @@ def check_after_resolution(server_args: Any) -> None:
 
     view = resolving_view(server_args)
     if enabled(server_args):
-        if view.device != "cpu":
+        if view.device != "cpu" or DebugEnv.read().device_path:
             check_device(server_args, model_config_of(server_args), view)
         _check_memory(server_args, model_config_of(server_args), view)
     elif view.device != "cpu":
@@ -152,7 +152,7 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
     Raises:
         LookaheadKVError: one sentence.
     """
-    if view.device != "cuda":
+    if view.device not in ("cpu", "cuda"):
         raise LookaheadKVError(
             f"--enable-lookahead-kv runs on CPUs and CUDA devices, not on {view.device}: leave it out."
         )
