@@ -42,7 +42,8 @@ from benchmark.stack import (
     topic_directions,
     topic_pages,
 )
-from sglang_oasis.attention.device_attention import AttentionSetup, choose_attention
+from sglang_oasis.attention.attention_choice import choose_attention
+from sglang_oasis.attention.device_attention import AttentionSetup
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.streams import streams_of

@@ -1,4 +1,4 @@
-"""What attends on a device: FlashInfer's paged kernels where they serve, a Triton kernel elsewhere."""
+"""What attends on a device: the interface of the kernels, and what all of them need to know."""
 
 from __future__ import annotations
 
@@ -61,12 +61,3 @@ class DeviceAttention(NamedTuple):
 
     decode: DecodeAttention
     prefill: PrefillAttention
-
-
-def choose_attention(setup: AttentionSetup) -> DeviceAttention:
-    """FlashInfer, or Triton where FlashInfer is absent or does not know the head size or the dtype."""
-    from sglang_oasis.attention import flashinfer_attention, triton_attention
-
-    if flashinfer_attention.serves(setup.layout, setup.dtype):
-        return flashinfer_attention.make(setup)
-    return triton_attention.make(setup)

@@ -19,8 +19,9 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from sglang_oasis.attention.attention_choice import choose_attention
 from sglang_oasis.attention.batch import committed_tokens, decoded_tokens
-from sglang_oasis.attention.device_attention import AttentionSetup, choose_attention
+from sglang_oasis.attention.device_attention import AttentionSetup
 from sglang_oasis.attention.layers import layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillRow, claim_rows, plan_decode
 from sglang_oasis.attention.slot_tables import SlotTable
