@@ -91,7 +91,7 @@ class Plan:
         """That gives the server this cap."""
         blocks, most = min(self.deployment.layout.selected_blocks), _most_fetch_ratio(self.deployment)
         # Between two caps: the server rounds down.
-        return most if self.cap == fetch_cap(most, blocks) else round((self.cap + 0.5) / blocks, 5)
+        return most if self.cap == fetch_cap(most, blocks) else round((self.cap + 0.5) / blocks, 6)
 
     @property
     def remarks(self) -> list[str]:
