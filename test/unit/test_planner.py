@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.planner.__main__ import main
 from sglang_oasis.planner.capacity import Deployment, capacity_of, default_memory_fraction, request_bytes
 from sglang_oasis.planner.hardware import GPUS, MIB, Gpu, gpu_of
-from sglang_oasis.planner.models import KNOWN_MODELS, model_of, shape_of
+from sglang_oasis.planner.models import HEAD_DIM_MOST, HEAD_DIM_STEP, KNOWN_MODELS, model_of, shape_of
 from sglang_oasis.planner.plan import make_plan
 from sglang_oasis.planner.roofline import dense_step, sparse_step
+from sglang_oasis.planner.sweep import fetch_cap_sweep
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -83,6 +83,10 @@ def test_a_model_folder_gives_what_its_name_gives(tmp_path: Path) -> None:
         ({"sliding_window": 4096}, "sliding-window"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "without full attention"),
         ({"model_type": "gpt2"}, "model_type gpt2"),
+        ({"architectures": ["BertModel"]}, "architecture BertModel"),
+        ({"head_dim": 72}, "heads of 72"),
+        ({"head_dim": 512}, "heads of 512"),
+        ({"head_dim": None, "hidden_size": 2304}, "heads of 72"),
         ({"quantization_config": {"bits": 4}}, "--weight-bits"),
         ({"mlp_only_layers": [3]}, "mixes layers"),
         ({"num_key_value_heads": 5}, "5 KV heads"),
@@ -94,6 +98,11 @@ def test_a_model_folder_gives_what_its_name_gives(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_planned_is_refused(change: dict[str, Any], complaint: str) -> None:
     with pytest.raises(LookaheadKVError, match=complaint):
         shape_of({**KNOWN_MODELS[QWEN3_8B], **change}, "m")
+
+
+def test_the_heads_that_are_planned_are_those_that_the_kernels_take() -> None:
+    triton_ops = pytest.importorskip("sglang_oasis.ops.triton_ops")
+    assert (HEAD_DIM_STEP, HEAD_DIM_MOST) == (triton_ops.HEAD_DIM_STEP, triton_ops.HEAD_DIM_MOST)
 
 
 def test_a_window_that_is_switched_off_is_no_window() -> None:
@@ -248,6 +257,30 @@ def test_a_context_that_fits_the_budget_is_served_densely() -> None:
     assert sparse.seconds == dense_step(plan, 32).seconds
 
 
+@pytest.mark.parametrize(
+    ("context", "budget", "missing"),
+    [(32_768, 32_768, 0), (32_752, 32_768, 0), (32_768, 32_000, 46), (32_768, 2048, 1918), (100, 2048, 0)],
+)
+def test_a_step_fetches_no_more_than_what_is_selectable_and_not_resident(
+    context: int, budget: int, missing: int
+) -> None:
+    # 32,768 tokens are 2048 blocks, of which the open one and a recent one are local.
+    plan = deployment(context=context, budget_tokens=budget)
+    assert plan.fetchable_blocks == missing
+    most = plan.layout.step_bytes(missing)
+    assert sparse_step(plan, 3, blocks=128).fetch_bytes == 3 * min(most, plan.layout.step_bytes(128))
+    assert max(point.fetch_bytes for point in fetch_cap_sweep(plan, 3)) == 3 * min(
+        most, plan.layout.step_bytes(budget // 16)
+    )
+
+
+def test_a_plan_in_which_nothing_is_missing_fetches_nothing_and_says_that_it_does_not_help() -> None:
+    plan = make_plan(deployment(budget_tokens=32_768, fetch_ratio="auto"))
+    assert (plan.fetched_blocks, plan.sparse.fetch_bytes, plan.sparse.fetch_seconds) == (0, 0, 0)
+    assert [remark for remark in plan.remarks if "does not help" in remark]
+    assert not make_plan(deployment()).remarks
+
+
 def test_a_dense_step_reads_weights_and_cache_at_the_bandwidth_of_the_memory() -> None:
     plan, batch = deployment(context=16_384), 16
     parameters = plan.model.parameters - plan.model.vocabulary * plan.model.hidden
@@ -279,6 +312,21 @@ def test_the_fetch_cap_is_what_the_link_hides_unless_it_is_given() -> None:
 
 
 # The recommended command
+
+
+@given(st.integers(1, 300), st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_a_ratio_that_was_not_given_never_exceeds_the_default(batch: int, blocks: int) -> None:
+    plan = make_plan(deployment(context=8192, budget_tokens=32 * blocks, fetch_ratio="auto", gpu="h200"), batch)
+    assert plan.fetch_ratio <= 0.05
+    assert fetch_cap(plan.fetch_ratio, 2 * blocks) == plan.cap
+
+
+def test_the_device_flag_is_the_device_tier_and_the_staging_of_a_prompt() -> None:
+    plan = make_plan(deployment())
+    staging = 2 * 2049 * 8 * 16 * 2 * 128 * 2
+    assert plan.device_flag_bytes == plan.device_tier_bytes + staging
+    assert f"--lookahead-kv-device-gb {plan.device_flag_bytes / 1e9 + 0.0005:.3f}" in plan.command
 
 
 @given(
@@ -313,90 +361,3 @@ def test_the_recommended_flags_give_the_planned_rows_and_cap(
     pages = int(config.host_gb * 1e9) // layout.host_page_bytes
     assert pages >= 1 + plan.batch * -(-context // layout.block_size)
     assert fetch_cap(config.fetch_ratio, min(layout.selected_blocks)) == plan.cap
-
-
-# The command line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("--model Qwen3-8B --gpu h100", "The following arguments are required: --context"),
-        ("--model Qwen3-9B --gpu h100 --context 32768", "--model Qwen3-9B is not known"),
-        ("--model nowhere/config.json --gpu h100 --context 32768", "has no readable config.json"),
-        ("--model Qwen3-8B --gpu h1 --context 32768", "--gpu h1 is not known"),
-        ("--model Qwen3-8B --gpu h100 --context 0", "0 is not possible"),
-        ("--model Qwen3-8B --gpu h100 --context many", "many is not possible"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --tp 3", "--tp 3 does not divide"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --budget 100", "--lookahead-kv-budget-tokens 100"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --page-size 7", "--page-size 7"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --fetch-ratio 2", "--lookahead-kv-fetch-ratio 2"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --dense-layers 40", "--lookahead-kv-dense-layers 40"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --batch 5000", "--batch 5000 does not fit"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --host-gb 1", "--host-gb 1 is too little"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --host-gb nan", "nan is not possible"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --mem-fraction 1.5", "1.5 is not possible"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --output-json /no/folder/f", "/no/folder/f cannot be written"),
-        ("--model Llama-3.1-70B --gpu h100 --context 32768", "raise --tp"),
-        ("--model Qwen3-8B --gpu h100 --context 900000000", "too small for one request"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --what", "Unrecognized arguments: --what"),
-    ],
-)
-def test_what_is_impossible_gets_one_sentence_and_status_2(
-    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status: object = main(arguments.split())
-    except SystemExit as error:
-        status = error.code
-    out, message = capsys.readouterr()
-    assert status == 2
-    assert complaint in message
-    assert message.count("\n") == 1
-    assert message.endswith(".\n")
-    assert not out
-
-
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ("{", "is no JSON file"),
-        ("[1]", "give flops_per_second"),
-        ('{"name": "x"}', "lacks or misspells flops_per_second"),
-        ({"link": 1}, "lacks or misspells link"),
-        ({"memory_bytes": 0}, "memory_bytes 0"),
-        ({"flops_per_second": "fast"}, "flops_per_second fast"),
-    ],
-)
-def test_a_gpu_file_that_says_something_else_is_refused(record: Any, complaint: str, tmp_path: Path) -> None:
-    text = record if isinstance(record, str) else json.dumps({**vars(GPUS["h100"]), **record})
-    (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(LookaheadKVError, match=complaint):
-        gpu_of(str(tmp_path / "gpu.json"))
-
-
-def test_a_gpu_file_gives_the_gpu_that_it_describes(tmp_path: Path) -> None:
-    (tmp_path / "gpu.json").write_text(json.dumps(vars(SMALL_GPU)))
-    assert gpu_of(str(tmp_path / "gpu.json")) == SMALL_GPU
-
-
-def test_tables_json_and_figure_show_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "plan.json", tmp_path / "plan.png"]
-    arguments = "--model Qwen3-8B --gpu h200 --context 65536 --tp 2 --host-gb 900 --output-json {} --plot {}"
-    assert main(arguments.format(*files).split()) == 0
-    record, out = json.loads(files[0].read_text()), capsys.readouterr().out
-    assert record["command"] in out
-    assert f"{record['capacity']['lookahead']} ({record['capacity']['bound']})" in out
-    assert record["capacity"]["bound"] == "host memory"
-    tiers = record["bytes"]["request"]
-    device = sum(tiers[name] for name in ("resident", "head_maps", "averages", "row_summaries"))
-    assert record["bytes"]["device_tier"] == (record["capacity"]["lookahead"] + 1) * device
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_and_json_need_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure", "matplotlib.axes"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
-    arguments = ["--model", "Qwen3-8B", "--gpu", "h100", "--context", "32768"]
-    assert main([*arguments, "--output-json", str(tmp_path / "plan.json")]) == 0
-    assert main([*arguments, "--plot", str(tmp_path / "plan.png")]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,17 +29,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _number(least: float, most: float, kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """A parser of numbers from `least` to `most`; `float` excludes `least` itself."""
+    """A parser of numbers from `least` to `most`; `float` excludes both."""
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
             value = kind(least - 1)
-        if not (least <= value if kind is int else least < value) or not value <= most:
-            bounds = f"above {least:g}" if kind is float else f"{least:g} or more"
-            limit = f" and at most {most:.12g}" if most < float("inf") else ""
-            raise argparse.ArgumentTypeError(f"{text} is not possible, give a number {bounds}{limit}")
+        if not (least <= value <= most if kind is int else least < value < most):
+            wanted = (
+                f"whole number from {least:g} to {most}"
+                if kind is int
+                else f"number above {least:g} and below {most:g}"
+            )
+            raise argparse.ArgumentTypeError(f"{text} is not possible, give a {wanted}")
         return value
 
     return parse
@@ -102,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ),
             context=asked.context,
             tp=asked.tp,
-            host_bytes=None if asked.host_gb is None else int(asked.host_gb * 1e9),
+            host_bytes=None if asked.host_gb is None else round(asked.host_gb * 1e9),
             memory_fraction=fraction,
         )
         plan = make_plan(deployment, asked.batch, asked.drift)
@@ -112,9 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save_plot(plan, asked.plot)
         print_plan(plan)
     except LookaheadKVError as error:
-        print(error, file=sys.stderr)
+        print(_in_own_words(str(error)), file=sys.stderr)
         return INVALID
     return 0
+
+
+def _in_own_words(message: str) -> str:
+    """A message about the server's flags with the planner's names for them."""
+    for flag, words in {
+        "--lookahead-kv-budget-tokens": "--budget",
+        "--lookahead-kv-sink-tokens": "A --budget of which sinks take",
+        "--lookahead-kv-": "--",
+    }.items():
+        message = message.replace(flag, words)
+    return message
 
 
 def _write_json(file: Path, record: object) -> None:
@@ -125,4 +140,5 @@ def _write_json(file: Path, record: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when a reader such as `head` has enough
     sys.exit(main())

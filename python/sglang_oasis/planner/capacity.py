@@ -11,6 +11,9 @@ from sglang_oasis.planner.hardware import MIB, Gpu
 from sglang_oasis.planner.models import ModelShape
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.staging import PrefillStaging
+from sglang_oasis.tier.window import Window
+
+MEGABYTE = 10**6
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class Deployment:
             context_length=self.context,
             draft_tokens=self.config.draft_tokens,
         )
+
+    @property
+    def fetchable_blocks(self) -> int:
+        """Selectable blocks of a request of `context` tokens that are not resident, per KV head and sparse layer."""
+        layout = self.layout
+        window = Window(self.context, layout.block_size, layout.recent_blocks)
+        return max(0, window.first_local - min(layout.selected_blocks))
 
     @property
     def weight_bytes(self) -> int:
@@ -190,7 +200,14 @@ def capacity_of(deployment: Deployment) -> Capacity:
         LookaheadKVError: not even one request fits.
     """
     layout = deployment.layout
-    rows = layout.rows_in(max(0, deployment.kv_bytes - deployment.staging_bytes))
+    device_bytes = deployment.kv_bytes - deployment.staging_bytes
+    if device_bytes < 2 * layout.row_bytes:
+        raise LookaheadKVError(
+            f"One request of {deployment.context} tokens takes {2 * layout.row_bytes / 1e9:.3f} GB of each GPU with "
+            f"its padding row, and {max(0, device_bytes) / 1e9:.3f} GB are left beside weights and prefill staging: "
+            f"raise --tp or --mem-fraction, or lower --budget or --context."
+        )
+    rows = layout.rows_in(device_bytes)
     dense = dense_batch(deployment.kv_bytes, deployment.context, deployment.kv_token_bytes)
     if deployment.host_bytes is None:
         return Capacity(dense, rows, rows, None)
@@ -198,10 +215,10 @@ def capacity_of(deployment: Deployment) -> Capacity:
     # SGLang keeps page 0 for padding.
     hosted = (deployment.host_bytes // deployment.tp - layout.host_page_bytes) // request
     if hosted < 1:
-        least = deployment.tp * (request + layout.host_page_bytes) / 1e9
+        least = gigabytes(deployment.tp * (request + layout.host_page_bytes))
         raise LookaheadKVError(
             f"--host-gb {deployment.host_bytes / 1e9:g} is too little for one request of {deployment.context} tokens: "
-            f"give at least {least:.3f}."
+            f"give at least {least}."
         )
     return Capacity(dense, min(rows, hosted), rows, hosted)
 
@@ -210,3 +227,8 @@ def host_bytes_for(deployment: Deployment, requests: int) -> int:
     """Host memory of one rank that so many requests take, with the page for padding."""
     layout = deployment.layout
     return requests * request_bytes(layout, deployment.context).host + layout.host_page_bytes
+
+
+def gigabytes(size: int) -> str:
+    """For a flag: rounded up, so that `size` bytes fit."""
+    return f"{(size // MEGABYTE + 1) / 1000:.3f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -34,6 +34,15 @@ class Gpu:
     gather_bytes_per_second: float
     source: str = ""
 
+
+PLAUSIBLE = {
+    "memory_bytes": (1e9, 1e13),
+    "memory_bytes_per_second": (1e10, 1e14),
+    "flops_per_second": (1e11, 1e17),
+    "link_bytes_per_second": (1e8, 1e13),
+    "gather_bytes_per_second": (1e8, 1e13),
+}
+"""Least and most of every number in a GPU file; what lies outside was most likely given in other units."""
 
 GPUS = {
     "h100": Gpu(
@@ -86,24 +95,40 @@ def gpu_of(name: str) -> Gpu:
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     if not Path(name).is_file():
-        raise LookaheadKVError(f"--gpu {name} is not known: use one of {', '.join(GPUS)}, or the path of a JSON file.")
+        raise LookaheadKVError(
+            f"--gpu {shlex.quote(name)} is not known: use one of {', '.join(GPUS)}, or the path of a JSON file."
+        )
     try:
         record = json.loads(Path(name).read_text())
-    except ValueError:
+    except (OSError, ValueError):
         raise LookaheadKVError(f"--gpu {name} is no JSON file: give one with the fields of a GPU.") from None
     return _gpu_from(record, name)
 
 
 def _gpu_from(record: object, file: str) -> Gpu:
     wanted = {field.name for field in fields(Gpu)}
-    given = set(record) if isinstance(record, dict) else set()
-    if not isinstance(record, dict) or given | {"source"} != wanted:
-        wrong = ", ".join(sorted((given | {"source"}) ^ wanted)) or "the whole"
+    if not isinstance(record, dict):
+        raise LookaheadKVError(
+            f"--gpu {file} is no JSON object: give one with {', '.join(sorted(wanted - {'source'}))}."
+        )
+    wrong = ", ".join(sorted((set(record) | {"source"}) ^ wanted))
+    if wrong:
         raise LookaheadKVError(
             f"--gpu {file} lacks or misspells {wrong}: give {', '.join(sorted(wanted - {'source'}))}."
         )
-    for name in sorted(wanted - {"name", "source"}):
+    for name in ("name", "source"):
+        if not isinstance(record.get(name, ""), str):
+            raise LookaheadKVError(f"--gpu {file} has {name} {record[name]}: give a text.")
+    for name, (least, most) in PLAUSIBLE.items():
         value = record[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise LookaheadKVError(f"--gpu {file} has {name} {value}: give a number above 0, in bytes or per second.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            raise LookaheadKVError(
+                f"--gpu {file} has {name} {value!s:.40}: give a number from {least:g} to {most:g}, in bytes (not GB) "
+                f"and seconds."
+            )
+    if record["gather_bytes_per_second"] > record["link_bytes_per_second"]:
+        raise LookaheadKVError(
+            f"--gpu {file} has gather_bytes_per_second {record['gather_bytes_per_second']:g} above "
+            f"link_bytes_per_second {record['link_bytes_per_second']:g}: no gather is faster than its link."
+        )
     return Gpu(**{**record, "memory_bytes": int(record["memory_bytes"])})

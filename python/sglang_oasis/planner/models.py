@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,28 @@ MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-_QWEN3 = {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 256
+"""Head sizes of the kernels (`ops/triton_ops.py`, which only a machine with Triton can import)."""
+
+MAX_CONTEXT = "max_position_embeddings"
+
+PLACEHOLDER = "MODEL_FOLDER"
+"""In a command, of a model of which only a configuration file is there."""
+
+_QWEN3 = {
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151_936,
+}
+_LLAMA = {
+    "max_position_embeddings": 131_072,
+    "model_type": "llama",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128_256,
+}
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-8B": {
@@ -76,7 +97,7 @@ class ModelShape:
     """What decides the bytes and operations of a decode step.
 
     Attributes:
-        name: as printed, and as `--model-path` in the recommended command.
+        name: as printed.
         layers: all of them with attention over the whole context.
         hidden, query_heads, kv_heads, head_dim, vocabulary: sizes of the whole model.
         mlp: width of a gated MLP, or of one expert.
@@ -85,6 +106,8 @@ class ModelShape:
         tied_embeddings: input and output embedding are one matrix.
         dtype: of the KV cache.
         weight_bytes: per parameter.
+        quantised: the checkpoint says that its weights are.
+        max_context: tokens that its positions were made for, None where the config does not say.
     """
 
     name: str
@@ -100,6 +123,13 @@ class ModelShape:
     tied_embeddings: bool
     dtype: torch.dtype
     weight_bytes: float
+    quantised: bool
+    max_context: int | None
+
+    @property
+    def checkpoint(self) -> str:
+        """As `--model-path`: the name, unless that is a lone configuration file."""
+        return PLACEHOLDER if self.name.endswith(".json") else self.name
 
     @property
     def kv_token_bytes(self) -> int:
@@ -147,13 +177,15 @@ def model_of(name: str, weight_bits: float | None = None) -> ModelShape:
     """
     known = {short_name(each).lower(): each for each in KNOWN_MODELS}
     path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
+    if (name and path.is_dir()) or path.suffix == ".json":
         folder = path.parent if path.name == "config.json" else path
         return shape_of(_read_config(path), str(folder), weight_bits)
     short = short_name(name).lower()
     if short not in known:
         names = ", ".join(map(short_name, KNOWN_MODELS))
-        raise LookaheadKVError(f"--model {name} is not known: use one of {names}, a model's folder or its config.json.")
+        raise LookaheadKVError(
+            f"--model {shlex.quote(name)} is not known: use one of {names}, a model's folder or its config.json."
+        )
     return shape_of(KNOWN_MODELS[known[short]], known[short], weight_bits)
 
 
@@ -172,6 +204,11 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
     kv_heads = _size(config, name, "num_key_value_heads") if config.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
         _refuse(name, f"has {heads} query heads for {kv_heads} KV heads", "each KV head must serve equally many")
+    head_dim = _size(config, name, "head_dim") if config.get("head_dim") is not None else hidden // heads
+    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MOST:
+        _refuse(
+            name, f"has heads of {head_dim}", f"the server takes multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MOST}"
+        )
     dtype_name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype_name not in DTYPES:
         _refuse(name, f"has dtype {dtype_name}", f"the planner counts {', '.join(DTYPES)}")
@@ -182,7 +219,7 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
         hidden=hidden,
         query_heads=heads,
         kv_heads=kv_heads,
-        head_dim=_size(config, name, "head_dim") if config.get("head_dim") is not None else hidden // heads,
+        head_dim=head_dim,
         vocabulary=_size(config, name, "vocab_size"),
         mlp=_size(config, name, mlp_size),
         experts=experts,
@@ -190,6 +227,8 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=dtype,
         weight_bytes=dtype.itemsize if weight_bits is None else weight_bits / 8,
+        quantised=bool(config.get("quantization_config")),
+        max_context=_size(config, name, MAX_CONTEXT) if config.get(MAX_CONTEXT) is not None else None,
     )
 
 
@@ -216,6 +255,11 @@ def _check_kind(config: Mapping[str, Any], name: str, weight_bits: float | None)
         _refuse(name, "has layers without full attention", only)
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
         _refuse(name, "has sliding-window attention", only)
+    architectures = config.get("architectures")
+    if architectures and not str(architectures[0]).endswith("ForCausalLM"):
+        _refuse(
+            name, f"has architecture {architectures[0]}", "lookahead KV serves models that generate (...ForCausalLM)"
+        )
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         _refuse(name, f"has model_type {model_type}", f"the planner counts the weights of {', '.join(MODEL_TYPES)}")

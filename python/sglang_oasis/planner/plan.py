@@ -13,6 +13,7 @@ from sglang_oasis.planner.capacity import (
     Deployment,
     RequestBytes,
     capacity_of,
+    gigabytes,
     host_bytes_for,
     request_bytes,
 )
@@ -27,8 +28,6 @@ from sglang_oasis.planner.roofline import (
 from sglang_oasis.planner.sweep import SweepPoint, fetch_cap_sweep
 from sglang_oasis.tier.layout import fetch_cap
 
-MEGABYTE = 10**6
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -42,7 +41,8 @@ class Plan:
         dense, sparse: a decode step; dense is None where no request fits densely.
         step_bytes: OasisKV Eq. 3, what the link moves behind a sparse step.
         pipeline: OasisKV Eq. 4.
-        cap: C, blocks that the step may fetch per KV head and layer.
+        cap: C, blocks that a step may fetch per KV head and layer.
+        fetched_blocks: of them, those that the step fetches.
         sweep: the simulated pipeline under other caps.
     """
 
@@ -56,6 +56,7 @@ class Plan:
     step_bytes: float
     pipeline: PipelineBound
     cap: int
+    fetched_blocks: float
     sweep: list[SweepPoint]
 
     @property
@@ -69,8 +70,13 @@ class Plan:
         return (self.batch + 1) * self.deployment.layout.row_bytes
 
     @property
+    def device_flag_bytes(self) -> int:
+        """What --lookahead-kv-device-gb names: the device tier and prefill staging."""
+        return self.device_tier_bytes + self.deployment.staging_bytes
+
+    @property
     def host_tier_bytes(self) -> int:
-        """Of the host pool."""
+        """Of the host pool of one rank."""
         return host_bytes_for(self.deployment, self.batch)
 
     @property
@@ -81,21 +87,49 @@ class Plan:
         return self.batch / self.sparse.seconds / (self.dense_batch / self.dense.seconds)
 
     @property
+    def fetch_ratio(self) -> float:
+        """That gives the server this cap."""
+        blocks, most = min(self.deployment.layout.selected_blocks), _most_fetch_ratio(self.deployment)
+        # Between two caps: the server rounds down.
+        return most if self.cap == fetch_cap(most, blocks) else round((self.cap + 0.5) / blocks, 6)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What has to be known beside the command, a sentence each."""
+        deployment, model = self.deployment, self.deployment.model
+        found = []
+        if self.speedup is not None and round(self.speedup, 1) <= 1:
+            found.append(
+                f"Lookahead KV does not help here: {self.speedup:.2f} times the throughput of dense serving, at most."
+            )
+        if model.max_context is not None and deployment.context > model.max_context:
+            found.append(
+                f"{model.name} was made for {model.max_context} tokens: the server refuses a longer --context-length "
+                f"unless its config.json scales RoPE or SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 is set."
+            )
+        if model.weight_bytes != model.dtype.itemsize and not model.quantised:
+            bits = 8 * model.weight_bytes
+            found.append(
+                f"--model-path must name a checkpoint with {bits:g} bits per weight, which {model.name} has not."
+            )
+        if model.checkpoint != model.name:
+            found.append(f"{model.checkpoint} stands for the folder whose config.json {model.name} is.")
+        return found
+
+    @property
     def command(self) -> str:
         """A server with this plan, for a shell."""
         deployment = self.deployment
-        blocks = min(deployment.layout.selected_blocks)
         flags: dict[str, Any] = {
-            "--model-path": deployment.model.name,
+            "--model-path": deployment.model.checkpoint,
             "--tp-size": deployment.tp,
             "--context-length": deployment.context,
             "--page-size": deployment.config.block_size,
             "--mem-fraction-static": deployment.memory_fraction,
             "--max-running-requests": self.batch,
-            "--lookahead-kv-host-gb": _gigabytes(self.host_tier_bytes),
-            "--lookahead-kv-device-gb": _gigabytes(self.device_tier_bytes + deployment.staging_bytes),
-            # Between two caps: the server rounds down.
-            "--lookahead-kv-fetch-ratio": f"{min(1.0, (self.cap + 0.5) / blocks):.4g}",
+            "--lookahead-kv-host-gb": gigabytes(self.host_tier_bytes),
+            "--lookahead-kv-device-gb": gigabytes(self.device_flag_bytes),
+            "--lookahead-kv-fetch-ratio": self.fetch_ratio,
             **_other_than_default(deployment),
         }
         words = ["python", "-m", "sglang.launch_server", "--enable-lookahead-kv"]
@@ -124,8 +158,9 @@ def make_plan(deployment: Deployment, batch: int | None = None, drift: float | N
     dense_batch = capacity.dense if batch is None else min(capacity.dense, batch)
     idle_link = sparse_step(deployment, wanted, 0)
     step_bytes = step_bytes_budget(deployment.gpu.gather_bytes_per_second, idle_link.device_seconds)
-    cap = _cap(deployment, wanted, step_bytes, drift)
-    sparse = sparse_step(deployment, wanted, cap if drift is None else min(cap, drift))
+    missing = deployment.fetchable_blocks if drift is None else min(drift, deployment.fetchable_blocks)
+    cap = _cap(deployment, wanted, step_bytes, missing)
+    sparse = sparse_step(deployment, wanted, min(cap, missing))
     return Plan(
         deployment=deployment,
         capacity=capacity,
@@ -137,24 +172,26 @@ def make_plan(deployment: Deployment, batch: int | None = None, drift: float | N
         step_bytes=step_bytes,
         pipeline=pipeline_bound(sparse, len(layout.sparse_layers), layout.num_layers),
         cap=cap,
+        fetched_blocks=min(cap, missing),
         sweep=fetch_cap_sweep(deployment, wanted, drift=drift),
     )
 
 
-def _cap(deployment: Deployment, batch: int, step_bytes: float, drift: float | None) -> int:
+def _most_fetch_ratio(deployment: Deployment) -> float:
+    """As configured, or else the default."""
+    ratio = deployment.config.fetch_ratio
+    return DEFAULT_FETCH_RATIO if ratio is None else ratio
+
+
+def _cap(deployment: Deployment, batch: int, step_bytes: float, missing: float) -> int:
     """C: as configured, or else the default, or less where the link could not hide that."""
-    layout, ratio = deployment.layout, deployment.config.fetch_ratio
-    cap = fetch_cap(DEFAULT_FETCH_RATIO if ratio is None else ratio, min(layout.selected_blocks))
+    layout = deployment.layout
+    cap = fetch_cap(_most_fetch_ratio(deployment), min(layout.selected_blocks))
     block_bytes = batch * layout.step_bytes(1)
     hidden = int(step_bytes / block_bytes) if block_bytes else cap
-    if ratio is not None or (drift is not None and drift <= hidden):
+    if deployment.config.fetch_ratio is not None or missing <= hidden:
         return cap
     return max(1, min(cap, hidden))
-
-
-def _gigabytes(size: int) -> str:
-    """For a flag: rounded up, so that `size` fits."""
-    return f"{(size // MEGABYTE + 1) / 1000:.3f}"
 
 
 def _other_than_default(deployment: Deployment) -> dict[str, Any]:

@@ -14,6 +14,8 @@ def save_plot(plan: Plan, file: Path) -> None:
     Raises:
         LookaheadKVError: matplotlib is missing, or does not know the format.
     """
+    if not file.suffix:
+        raise LookaheadKVError(f"--plot {file} has no suffix: give one that names the format, e.g. {file}.png.")
     try:
         from matplotlib.axes import Axes
         from matplotlib.figure import Figure

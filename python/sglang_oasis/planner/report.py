@@ -37,13 +37,16 @@ def record_of(plan: Plan) -> dict[str, Any]:
             "request": plan.request._asdict(),
             "staging": deployment.staging_bytes,
             "device_tier": plan.device_tier_bytes,
+            "device_tier_and_staging": plan.device_flag_bytes,
             "host_tier": plan.host_tier_bytes,
+            "host_tier_of_all_ranks": plan.host_tier_bytes * deployment.tp,
         },
         "blocks": {
             "size": layout.block_size,
             "selected": min(layout.selected_blocks),
             "local": layout.local_slots,
             "of_a_row": layout.max_blocks,
+            "fetchable": deployment.fetchable_blocks,
         },
         "capacity": {**capacity._asdict(), "bound": capacity.bound},
         "dense_step": None if plan.dense is None else _step(plan.dense, plan.dense_batch),
@@ -52,13 +55,15 @@ def record_of(plan: Plan) -> dict[str, Any]:
         "step_bytes_budget": {"bytes": plan.step_bytes, "tokens_per_request": plan.tokens_of_step_bytes},
         "pipeline": {**plan.pipeline._asdict(), "holds": plan.pipeline.holds},
         "fetch_cap_blocks": plan.cap,
+        "fetched_blocks": plan.fetched_blocks,
         "fetch_cap_sweep": [point._asdict() for point in plan.sweep],
+        "remarks": plan.remarks,
         "command": plan.command,
     }
 
 
 def print_plan(plan: Plan) -> None:
-    """The tables and the command on standard output.
+    """The tables, the remarks as comments, and the command on standard output.
 
     Raises:
         LookaheadKVError: rich is missing.
@@ -71,6 +76,8 @@ def print_plan(plan: Plan) -> None:
     deployment = plan.deployment
     title = f"{deployment.model.name} on {deployment.tp} x {deployment.gpu.name}, {deployment.context} tokens a request"
     rich.print(_summary(plan, title), _tiers(plan), _sweep(plan))
+    for remark in plan.remarks:
+        print(f"# {remark}")
     print(plan.command)
 
 
@@ -104,7 +111,10 @@ def _summary(plan: Plan, title: str) -> Table:
     dense_rate = "-" if dense is None else f"{plan.dense_batch / dense.seconds:.0f} tokens/s"
     gain = "" if plan.speedup is None else f" ({plan.speedup:.1f}x)"
     table.add_row("throughput, at most", dense_rate, f"{plan.batch / sparse.seconds:.0f} tokens/s{gain}")
-    table.add_row(f"fetched, {plan.cap} blocks a head at most", "", _gb(sparse.fetch_bytes))
+    host, ranks = plan.host_tier_bytes, plan.deployment.tp
+    by_rank = "" if ranks == 1 else f"{ranks} x {host / 1e9:.2f} = "
+    table.add_row("host memory, all ranks", "", f"{by_rank}{_gb(ranks * host)}")
+    table.add_row(f"fetched, {plan.fetched_blocks:g} blocks a head at most", "", _gb(sparse.fetch_bytes))
     hidden = f"{_gb(plan.step_bytes)}, {plan.tokens_of_step_bytes:.0f} tokens/request"
     table.add_row("the link hides (Eq. 3)", "", hidden)
     pipeline = plan.pipeline

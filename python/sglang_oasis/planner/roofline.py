@@ -71,7 +71,7 @@ def sparse_step(deployment: Deployment, batch: int, blocks: float, *, tokens_per
     Args:
         deployment: the model on its GPUs.
         batch: requests, all with the whole context.
-        blocks: fetched per KV head and sparse layer.
+        blocks: fetched per KV head and sparse layer, as far as so many are not resident.
         tokens_per_row: that pass through the model per request, None for one and the configured drafts.
     """
     layout, config = deployment.layout, deployment.config
@@ -82,7 +82,7 @@ def sparse_step(deployment: Deployment, batch: int, blocks: float, *, tokens_per
     scores = heads * layout.max_blocks * SCORE_DTYPE.itemsize
     scan = heads * layout.max_blocks * layout.summary_bytes + scores * (3 if layout.smoothed else 1)
     maps = heads * (2 * min(layout.selected_blocks) + layout.max_blocks) * MAP_DTYPE.itemsize
-    fetched = batch * layout.step_bytes(1) * blocks
+    fetched = batch * layout.step_bytes(1) * min(blocks, deployment.fetchable_blocks)
     return _step(deployment, batch, tokens, attended, Work(scan), Work(scores + maps), fetched)
 
 

@@ -50,8 +50,8 @@ def fetch_cap_sweep(
         deployment: the model on its GPUs.
         batch: requests, all with the whole context.
         ratios: of the cap to the selected blocks, ascending; equal caps are simulated once.
-        drift: blocks per KV head and layer that a step wants and has not got; None for more than any cap. What a cap
-            holds back is wanted again, so a step fetches the smaller of both.
+        drift: blocks per KV head and layer that a step wants and has not got; None for all that are not
+            resident. What a cap holds back is wanted again, so a step fetches the smaller of both.
         tokens_per_row: as in `sparse_step`.
         device_seconds: of a step that never waits; None for the roofline's, else its parts are stretched to this.
     """
