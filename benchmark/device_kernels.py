@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from sglang_oasis.ops import cuda, cuda_kernels, device_step, traffic
 from sglang_oasis.ops.cuda_report import fetch_traffic, select_traffic
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
+from sglang_oasis.ops.report_file import report_file
 from sglang_oasis.ops.staging import PageCopies, TokenRuns, stage_pages, write_back
 from sglang_oasis.ops.workload import QWEN3_8B, Workload
 from sglang_oasis.tier.host_pool import Allocate, pageable
@@ -295,17 +295,18 @@ def report(rates: list[Rate | str], ceilings: list[Rate]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
-    parser.add_argument("--json", type=Path, help="write the record to this file")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal; a CPU has no others")
+    parser.add_argument("--json", type=report_file, help="write the record to this file")
     options = parser.parse_args()
+    tiny = options.tiny or options.device == "cpu"
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     allocate: Allocate = pageable
     if device.type == "cuda":
         cuda.install()
         allocate = pinned_allocator(device)
-    load = TINY if options.tiny else QWEN3_8B
-    ceilings = list(measure_ceilings(load, device, allocate, options.tiny))
-    record = report(list(measure_kernels(load, device, allocate, options.tiny)), ceilings)
+    load = TINY if tiny else QWEN3_8B
+    ceilings = list(measure_ceilings(load, device, allocate, tiny))
+    record = report(list(measure_kernels(load, device, allocate, tiny)), ceilings)
     for each in [*record["ceilings"], *record["kernels"]]:
         print(f"{each['name']:22}{each['microseconds']['median']:12.1f} us{each['gigabytes_per_second']:10.1f} GB/s "
               f"{each['share_of_ceiling']:6.0%} of {each['path']}")  # fmt: skip

@@ -22,7 +22,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from sglang_oasis.attention.attention_choice import choose_attention
 from sglang_oasis.attention.device_attention import AttentionSetup
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.ops.report_file import report_file
 from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.tier.host_pool import Allocate, HostPool, pageable
 from sglang_oasis.tier.memory import available_host_bytes
@@ -359,20 +359,21 @@ def limits_of(device: torch.device, shape: Shape, device_gb: float, host_gb: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal; a CPU has no others")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens of each row")
     parser.add_argument("--device-gb", type=float, default=40, help="device memory for KV, of both")
     parser.add_argument("--host-gb", type=float, default=24, help="pinned memory, 48 at most")
     parser.add_argument("--seconds", type=float, default=120, help="to be done in")
-    parser.add_argument("--json", type=Path, help="write the records to this file")
+    parser.add_argument("--json", type=report_file, help="write the records to this file")
     options = parser.parse_args()
+    tiny = options.tiny or options.device == "cpu"
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         from sglang_oasis.ops import cuda
 
         cuda.install()
-    shape, contexts = (TINY, [512]) if options.tiny else (QWEN3_8B, [32768, 16384])
-    device_gb, host_gb = (0.0004, 0.001) if options.tiny else (options.device_gb, min(options.host_gb, 48))
+    shape, contexts = (TINY, [512]) if tiny else (QWEN3_8B, [32768, 16384])
+    device_gb, host_gb = (0.0004, 0.001) if tiny else (options.device_gb, min(options.host_gb, 48))
     limits = limits_of(device, shape, device_gb, host_gb)
     torch.manual_seed(0)
     records = []

@@ -3,11 +3,13 @@
 #
 #   scripts/gpu_check.sh [--budget SECONDS]
 #
-#   OUT            where the results go, a folder or a file (default: build/gpu_check.json)
+#   SECONDS        for all of it (default: 360)
+#   OUT            where the results go: a file, or a folder, which is there or has a name that ends in a slash (default:
+#                  build/gpu_check.json)
 #   OASIS_PYTHON   the Python to use (default: that of the environment, else python3; it needs a CUDA build of torch)
 #   OASIS_WHEELS   a folder with wheels that the machine lacks, such as apache-tvm-ffi (default: build/wheels)
 #
-# Exit code 0: everything that could run passed; 1: something failed; 2: there is no GPU, or nothing can use it.
+# Exit code 0: everything that could run passed; 1: something failed; 2: nothing was checked, as without a GPU.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,6 +21,20 @@ die() {
     printf '[gpu] Nothing was checked: %s\n' "$*" >&2
     exit 2
 }
+
+usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
+(($# == 0)) || case $1 in
+-h | --help)
+    usage
+    exit
+    ;;
+--budget)
+    [[ $# == 2 && $2 =~ ^[0-9]+(\.[0-9]+)?$ && $2 =~ [1-9] ]] ||
+        die "--budget takes a positive number of seconds, not '${*:2}'."
+    ;;
+*) die "there is no argument '$1'; --help lists them." ;;
+esac
 
 has_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 

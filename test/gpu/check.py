@@ -1,6 +1,6 @@
 """Runs all that wants a GPU within a few minutes, and writes one JSON file: `scripts/gpu_check.sh` calls it.
 
-    python -m test.gpu.check [--device cpu --tiny]
+    python -m test.gpu.check [--device cpu]
 
 Parts are processes of their own: one that crashes or hangs takes nothing else along. Correctness comes first, all
 parts of it at once; what is timed has the GPU to itself. A part for which the time does not last is skipped.
@@ -13,6 +13,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,13 +21,14 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-NO_GPU = 2
+NOTHING_CHECKED = 2
 BUDGET_SECONDS = 360
 RESERVE_SECONDS = 5
 POLL_SECONDS = 0.1
@@ -147,12 +149,12 @@ class Running:
             return {**record, "status": SKIPPED, "reason": f"{self.part.tool[0]} found nothing in its time"}
         if late or self._process.returncode != 0:
             record["status"] = FAILED
-            record["reason"] = "ran out of its time" if late else f"ended with code {self._process.returncode}"
+            record["reason"] = "ran out of its time" if late else ending(self._process.returncode)
             record["output"] = output[-SHOWN:]
         if self._xml.exists():
             record["tests"] = counts_of(self._xml)
             if record["status"] == PASSED and not record["tests"]["passed"]:
-                record["status"], record["reason"] = SKIPPED, first_reason(self._xml)
+                record["status"], record["reason"] = SKIPPED, "it has no tests that run here"
         with contextlib.suppress(OSError, ValueError):  # a part that was ended may have left none, or half of one
             record["results"] = json.loads(self._json.read_text())
         return record
@@ -165,16 +167,28 @@ class Running:
 
 
 def counts_of(xml: Path) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and which failed."""
+    """How many tests passed and were skipped, why (reason to number), and which failed."""
     cases = list(ET.parse(xml).getroot().iter("testcase"))
     failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+    reasons = Counter(str(skip.get("message")) for case in cases for skip in case.findall("skipped"))
+    skipped = reasons.total()
+    passed = len(cases) - len(failed) - skipped
+    return {"passed": passed, "skipped": skipped, "reasons": dict(reasons), "failed": failed}
 
 
-def first_reason(xml: Path) -> str:
-    """Why the first test was skipped."""
-    return next((str(skip.get("message")) for skip in ET.parse(xml).getroot().iter("skipped")), "it has no tests")
+def in_words(tests: dict[str, Any]) -> str:
+    """Counts as one phrase."""
+    reasons = "; ".join(tests["reasons"])
+    skipped = f", {tests['skipped']} skipped ({reasons})" if reasons else ""
+    failed = f", {len(tests['failed'])} failed" if tests["failed"] else ""
+    return f"tests: {tests['passed']} passed{failed}{skipped}"
+
+
+def ending(code: int) -> str:
+    """How a process ended that did not succeed."""
+    if code >= 0:
+        return f"ended with code {code}"
+    return f"killed by signal {-code}{', perhaps for want of memory' if code == -signal.SIGKILL else ''}"
 
 
 def missing(part: Part, left: float) -> str | None:
@@ -205,12 +219,16 @@ class Report:
 
     @property
     def left(self) -> float:
-        return self._seconds - RESERVE_SECONDS - (time.monotonic() - self._began)
+        """Seconds for parts that have not begun."""
+        return max(0.0, self._seconds - RESERVE_SECONDS - (time.monotonic() - self._began))
 
     def add(self, record: dict[str, Any]) -> None:
         self.parts.append(record)
-        taken = record.get("seconds", 0.0)
-        print(f"[gpu] {record['name']}: {record['status']}, {taken} s. {record.get('reason', '')}", flush=True)
+        said = [f"{record['name']}: {record['status']}"]
+        said += [f"{record['seconds']} s"] if "seconds" in record else []
+        said += [in_words(record["tests"])] if "tests" in record else []
+        said += [record["reason"]] if "reason" in record else []
+        print(f"[gpu] {', '.join(said)}", flush=True)
         if record["status"] == FAILED:
             print(record.get("output", ""), flush=True)
         whole = {
@@ -224,7 +242,19 @@ class Report:
 
     @property
     def status(self) -> str:
-        return FAILED if any(record["status"] == FAILED for record in self.parts) else PASSED
+        """Skipped: nothing was checked."""
+        found = {record["status"] for record in self.parts}
+        return next((status for status in (FAILED, PASSED) if status in found), SKIPPED)
+
+    def conclude(self) -> int:
+        """Say how all of it went, and return the exit code."""
+        if self.status == SKIPPED:
+            print(f"[gpu] Nothing was checked: every part was skipped; reasons in {self._path}", file=sys.stderr)
+            return NOTHING_CHECKED
+        skipped = sum(record["status"] == SKIPPED for record in self.parts)
+        left_out = f", {skipped} of {len(self.parts)} parts skipped" if skipped else ""
+        print(f"[gpu] {self.status}{left_out}; results in {self._path}")
+        return 1 if self.status == FAILED else 0
 
 
 def run(report: Report, together: Sequence[Part], alone: Sequence[Part], folder: Path) -> None:
@@ -282,34 +312,50 @@ def why_no_gpu() -> str | None:
 
 
 def results_path() -> Path:
-    """`$OUT`, a folder or a file, or build/gpu_check.json."""
-    out = Path(os.environ.get("OUT") or REPOSITORY / "build" / "gpu_check.json")
-    path = out / "gpu_check.json" if out.is_dir() else out
+    """`$OUT`, a file or a folder (one that is there, or a name that ends in a slash), or build/gpu_check.json."""
+    named = os.environ.get("OUT") or str(REPOSITORY / "build" / "gpu_check.json")
+    path = Path(named)
+    if named.endswith("/") or path.is_dir():
+        path /= "gpu_check.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
     return path
+
+
+def positive_seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds: give one, such as {BUDGET_SECONDS}.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="as much as a CPU rehearses in seconds")
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for all of it")
+    parser.add_argument("--tiny", action="store_true", help="as little as a CPU rehearses; implied by --device cpu")
+    parser.add_argument(
+        "--budget", type=positive_seconds, default=BUDGET_SECONDS, metavar="SECONDS", help="for all of it"
+    )
     options = parser.parse_args()
     if options.device == "cuda" and (reason := why_no_gpu()):
         print(f"[gpu] Nothing was checked: {reason}", file=sys.stderr)
-        return NO_GPU
+        return NOTHING_CHECKED
+    try:
+        path = results_path()
+    except OSError as error:
+        print(f"[gpu] Nothing was checked: OUT cannot be written ({error}): name another place.", file=sys.stderr)
+        return NOTHING_CHECKED
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(REPOSITORY / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    path, (together, alone) = results_path(), parts(options.device, options.tiny)
+    together, alone = parts(options.device, options.tiny or options.device == "cpu")
     folder = REPOSITORY / "build" / "gpu_check"
     folder.mkdir(parents=True, exist_ok=True)
     for part in [*together, *alone]:
         print(f"[gpu] {part.name}: up to {part.seconds:.0f} s{', with others' if part in together else ''}")
     report = Report(path, facts(options.device), options.budget)
     run(report, together, alone, folder)
-    print(f"[gpu] {report.status}; results in {path}")
-    return 1 if report.status == FAILED else 0
+    return report.conclude()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_replays_equal_eager_steps_and_the_references(
     """Chunks, rows below and above their budget, padded batches, blocks that complete and graduate, prefill between."""
     tiny = request.config.getoption("--tiny")
     if tiny and not drafts:
-        pytest.skip("a rehearsal has drafts")
+        pytest.skip("a rehearsal has steps with drafts only")
     sizes = Sizes(drafts=drafts)
     if tiny:
         sizes = sizes._replace(layers=2, budget=3, block_size=8, head_dim=16, context=160, rows=4)

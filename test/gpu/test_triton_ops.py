@@ -39,7 +39,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         for name, size in SMALL_TILES.items():
             monkeypatch.setattr(triton_launches, name, size)
     elif request.config.getoption("--tiny"):
-        pytest.skip("a rehearsal has small tiles")
+        pytest.skip("a rehearsal has small tiles only")
 
 
 @FORMATS

@@ -11,7 +11,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_oasis.ops import staging_workload, workload
+from sglang_oasis.ops.report_file import report_file
 from sglang_oasis.ops.triton_launches import Launch
 from sglang_oasis.ops.workload import WORKLOADS, Workload
 
@@ -125,7 +125,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=report_file, help="write the results there, too")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, such as 90")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:

@@ -1,6 +1,7 @@
 """What the CUDA C++ kernels cost, as far as that is known without a GPU: registers, spills and bytes moved.
 
-`python -m sglang_oasis.ops.cuda_report [--json FILE]` compiles them for every architecture.
+`python -m sglang_oasis.ops.cuda_report [--json FILE]` compiles them for every architecture and
+counts the bytes of the decode step that docs/kernels.md describes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import json
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 from sglang_oasis.ops import compiled, cuda_kernels
-from sglang_oasis.ops.summary import SummaryFormat
+from sglang_oasis.ops.report_file import report_file
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SECTOR = 32
@@ -154,6 +155,22 @@ def fetch_traffic(*, admissions: int, admitted: int, chunk_bytes: int) -> Traffi
     )
 
 
+def traffic_of_qwen3_8b() -> dict[str, Traffic]:
+    """Per kernel and summary format, of the decode step that docs/kernels.md describes."""
+    from sglang_oasis.ops.workload import QWEN3_8B as load  # which imports Triton
+
+    admissions = load.batch * load.heads * load.most
+    found = {"fetch_blocks": fetch_traffic(admissions=admissions, admitted=admissions, chunk_bytes=load.chunk_bytes)}
+    for rereads, suffix in ((False, ""), (True, ", read twice")):
+        for fmt in SUMMARY_FORMATS:
+            found[f"fused_select, {fmt}{suffix}"] = select_traffic(
+                entries=load.batch, kv_heads=load.heads, query_heads=load.group * load.queries, head_dim=load.head_dim,
+                element_bytes=load.dtype.itemsize, fmt=SUMMARY_FORMATS[fmt], candidates=load.blocks,
+                selected=load.selected, admitted=load.most, smoothing=load.smoothed, rereads=rereads,
+            )  # fmt: skip
+    return found
+
+
 def _sectors(num_bytes: int) -> int:
     return -(-num_bytes // SECTOR) * SECTOR
 
@@ -167,17 +184,28 @@ def _plain_name(symbol: str) -> str:
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the report to this file too")
+    parser.add_argument("--json", type=report_file, help="write the report to this file too")
     path = parser.parse_args().json
-    costs = [cost for architecture in ARCHITECTURES for cost in kernel_costs(architecture)]
+    try:
+        costs = [cost for architecture in ARCHITECTURES for cost in kernel_costs(architecture)]
+    except RuntimeError as error:
+        raise SystemExit(f"cuda_report: {error}") from None
+    traffic = traffic_of_qwen3_8b()
     print(f"{'kernel':36}{'':9}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>8}")
     for cost in costs:
         print(
             f"{cost.kernel:36}{cost.architecture:9}{cost.registers:10}{cost.shared_bytes:8}{cost.stack_bytes:7}"
             f"{cost.spill_bytes:8}"
         )
+    print(f"\n{'bytes in one layer':36}{'moved':>12}{'floor':>12}{'moved / floor':>15}")
+    for name, count in traffic.items():
+        print(f"{name:36}{count.moved:12,}{count.floor:12,}{count.ratio:15.3f}")
     if path is not None:
-        path.write_text(json.dumps([cost._asdict() for cost in costs], indent=2) + "\n")
+        record = {
+            "kernels": [cost._asdict() for cost in costs],
+            "traffic": {name: count._asdict() for name, count in traffic.items()},
+        }
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
