@@ -18,11 +18,14 @@ def answers(server: Server) -> list[dict]:
     return [server.generate(prompt, max_new_tokens=20, return_logprob=True) for prompt in prompts]
 
 
-def test_three_ranks_with_one_kv_head_each_answer_as_one_rank_does(small_pool_server: Server) -> None:
+@pytest.mark.parametrize("driven_by_device", ["0", "1"], ids=["host", "device"])
+def test_three_ranks_with_one_kv_head_each_answer_as_one_rank_does(
+    small_pool_server: Server, driven_by_device: str
+) -> None:
     expected = answers(small_pool_server)
-    with launch_server(
-        *FLAGS, "--tp", "3", env={**ENVIRONMENT, **BINDING}, model=truncated_model_path(LAYERS)
-    ) as server:
+    flags = (*FLAGS, "--lookahead-kv-audit-interval", "0", "--tp", "3")
+    environment = {**ENVIRONMENT, **BINDING, "SGLANG_OASIS_DEVICE_PATH": driven_by_device}
+    with launch_server(*flags, env=environment, model=truncated_model_path(LAYERS)) as server:
         for ours, theirs in zip(answers(server), expected, strict=True):
             assert_same_answer(ours, theirs)
         assert server.stats()["counters"]["blocks_urgent"] > 0, "no rank had to fetch"
