@@ -81,7 +81,7 @@ class DeviceDecoder:
         )
         self._host, self._req_to_token = host, req_to_token
         self._attention, self._tokens = attention, tokens
-        self._table = SlotTable(layout, layout.selected_blocks[0], rows, device)
+        self._table = SlotTable(layout, layout.selected_blocks[0], self.controller.tables[0].current.rows)
         self._batch = Batch(0, 1)
         self._steps = 0
 
@@ -136,7 +136,7 @@ class DeviceDecoder:
         self._steps += 1
         self._batch = self.controller.batch(entries, self._tokens)
         self.controller.load(decoding, [plan.step], self._batch)
-        self._table.load(plan, decoding)
+        self._table.load(plan)
         self._attention.decode.plan(self._table, entries, self._tokens)
 
     def begin_step(self) -> None:

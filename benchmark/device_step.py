@@ -239,7 +239,7 @@ class LookaheadStep:
 
     def load_without_predictions(self) -> None:
         self.load()
-        for table in self.decoder.controller._tables:
+        for table in self.decoder.controller.tables:
             table.current.candidates.zero_()
             table.previous.candidates.zero_()
 

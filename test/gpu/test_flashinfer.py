@@ -67,10 +67,10 @@ def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_pl
             return super().plan(*args, **options)
 
     decode = FlashInferDecode(setup_of(layout, place), workspace, Counting)
-    table = SlotTable(layout, SELECTED, ROWS, place.device)
     shape = ROWS, HEADS, SELECTED + layout.local_slots, 2, BLOCK, head_dim
     blocks = torch.randn(shape, generator=rng).to(DTYPE)
     rows, entries = torch.tensor([4, 2, 5]), 4
+    table = SlotTable(layout, SELECTED, place.put(torch.nn.functional.pad(rows, (0, ROWS - len(rows)))))
     query = place.put(torch.zeros(entries * tokens, HEADS * GROUP, head_dim, dtype=DTYPE))
     on_device, outs = place.put(blocks), []
 
@@ -83,7 +83,7 @@ def test_a_plan_serves_every_step_with_as_many_pages_and_one_graph_serves_all_pl
         windows = Windows(torch.tensor(lengths), BLOCK, 1)
         empty = torch.empty(len(rows), 0, dtype=torch.int32)
         plan = DecodePlan(DecodeStep(i + 1, rows, windows, windows, empty, tokens), (), (), layout)
-        table.load(plan, rows)
+        table.load(plan)
         decode.plan(table, entries, tokens)
         if replay is None:
             step()

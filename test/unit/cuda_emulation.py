@@ -23,7 +23,7 @@ def load() -> Any:
         pytest.skip("no C++ compiler")
     extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
     cflags = ("-O2", "-Wall", "-Wno-unknown-pragmas", *extra)
-    folders = (ON_CPU, compiled.source_folder("cuda"))
+    folders = (ON_CPU, compiled.source_folder("csrc/cuda"))
     recipe = compiled.Recipe("oasis_cuda_on_cpu", "CUDA kernels for tests", folders, cflags, ldflags=extra)
     return tvm_ffi.load_module(str(compiled.build(recipe)))
 

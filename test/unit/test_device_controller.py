@@ -82,8 +82,8 @@ class ScheduleOnDevice(Schedule):
         """FlashInfer's page table names, head by head, the slots that the CPU attends to."""
         super().check_attended(layer, plan)
         resident, entries = self.tier.layers[layer], len(self.batch_rows)
-        table = SlotTable(self.layout, resident.selected, ROWS, torch.device("cpu"))
-        table.load(plan, plan.step.rows)
+        table = SlotTable(self.layout, resident.selected, self.device.tables[0].current.rows)
+        table.load(plan)
         width = resident.selected + resident.local
         pages = HeadPages(torch.full((entries * HEADS * width + 1,), -1).int(), torch.zeros(entries * HEADS).int())
         table.flatten_heads(entries, pages)

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.planner.capacity import Deployment, capacity_of, default_memory_fraction, request_bytes
 from sglang_oasis.planner.hardware import GPUS, MIB, Gpu, gpu_of
-from sglang_oasis.planner.models import HEAD_DIM_MOST, HEAD_DIM_STEP, KNOWN_MODELS, model_of, shape_of
+from sglang_oasis.planner.models import KNOWN_MODELS, model_of, shape_of
 from sglang_oasis.planner.plan import make_plan
 from sglang_oasis.planner.roofline import dense_step, sparse_step
 from sglang_oasis.planner.sweep import fetch_cap_sweep
@@ -100,9 +101,17 @@ def test_a_model_that_cannot_be_planned_is_refused(change: dict[str, Any], compl
         shape_of({**KNOWN_MODELS[QWEN3_8B], **change}, "m")
 
 
-def test_the_heads_that_are_planned_are_those_that_the_kernels_take() -> None:
+@pytest.mark.parametrize("head_dim", [8, 16, 72, 80, 240, 256, 264, 272, 512])
+def test_the_heads_that_are_planned_are_those_that_the_kernels_take(head_dim: int) -> None:
     triton_ops = pytest.importorskip("sglang_oasis.ops.triton_ops")
-    assert (HEAD_DIM_STEP, HEAD_DIM_MOST) == (triton_ops.HEAD_DIM_STEP, triton_ops.HEAD_DIM_MOST)
+    blocks = torch.empty(1, head_dim, device="meta")
+    with mock.patch.object(triton_ops, "triton_launches"):
+        taken = triton_ops.attend(*[blocks] * 6, 1.0, 1) is not NotImplemented
+    if taken:
+        assert shape_of({**KNOWN_MODELS[QWEN3_8B], "head_dim": head_dim}, "m").head_dim == head_dim
+    else:
+        with pytest.raises(LookaheadKVError, match=f"heads of {head_dim}"):
+            shape_of({**KNOWN_MODELS[QWEN3_8B], "head_dim": head_dim}, "m")
 
 
 def test_a_window_that_is_switched_off_is_no_window() -> None:

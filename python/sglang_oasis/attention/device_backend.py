@@ -10,7 +10,7 @@ SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +83,14 @@ class DeviceAttentionBackend(TierBackend):
             cache_places=PageCache.places_in(layout, cache_bytes), device=device, streams=streams,
         )  # fmt: skip
         self._attention = choose_attention(AttentionSetup(layout, query_heads, runner.dtype, scale, device, streams))
-        passes = 1 + config.draft_tokens if config.miss_policy == FETCH else 1
         kinds = sorted(set(layout.selected_blocks))
         self._tables = [
-            {selected: SlotTable(layout, selected, self._max_rows, device) for selected in kinds} for _ in range(passes)
+            {selected: SlotTable(layout, selected, tables.current.rows) for selected in kinds}
+            for tables in self.controller.tables
         ]
         self._is_dummy = False
         self._batch: Batch | None = None
         self._plans: Sequence[DecodePlan] = ()
-        self._tokens = 0
         self._prefill: Sequence[PrefillRow] = ()
 
     def settle(self) -> None:
@@ -131,15 +130,15 @@ class DeviceAttentionBackend(TierBackend):
                 self._plan_prefill(forward_batch)
             return
         entries = forward_batch.batch_size
-        self._batch, self._tokens = self.controller.batch(entries, tokens), tokens
+        self._batch = self.controller.batch(entries, tokens)
         rows = [] if self._is_dummy else getattr(self._runner, ROWS_ATTRIBUTE)
         lengths = committed_tokens(forward_batch, tokens)[: len(rows)]
-        self._plans = plans = self._plan_decode(rows, lengths, tokens, getattr(forward_batch, "rids", None) or ())
-        self.controller.load(forward_batch.req_pool_indices[: len(rows)], [plan.step for plan in plans], self._batch)
-        for tables, plan in zip(self._tables, plans, strict=False):
-            for table in tables.values():
-                table.load(plan, forward_batch.req_pool_indices[: len(rows)])
-                self._attention.decode.plan(table, entries, plan.step.tokens)
+        self._plans = self._plan_decode(rows, lengths, tokens, getattr(forward_batch, "rids", None) or ())
+        steps = [plan.step for plan in self._plans]
+        self.controller.load(forward_batch.req_pool_indices[: len(rows)], steps, self._batch)
+        for plan, table in self._planned_tables():
+            table.load(plan)
+            self._attention.decode.plan(table, entries, plan.step.tokens)
         if not self._is_dummy:
             self._publish_when_due()
 
@@ -148,8 +147,8 @@ class DeviceAttentionBackend(TierBackend):
             return
         self.staging.cache.forget(forward_batch.out_cache_loc)
         self.controller.begin_step(self._batch)
-        for table in (table for tables in self._tables for table in tables.values()):
-            self._attention.decode.refresh(table, self._batch.rows, self._tokens // len(self._tables))
+        for plan, table in self._planned_tables():
+            self._attention.decode.refresh(table, self._batch.rows, plan.step.tokens)
 
     def forward_decode(
         self,
@@ -166,16 +165,16 @@ class DeviceAttentionBackend(TierBackend):
         assert batch is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
         index, controller = layer.layer_id - self._kv_pool.start_layer, self.controller
-        resident, passes = self.tier.layers[index], len(self._tables)
+        resident, passes = self.tier.layers[index], len(self._plans)
         indices = forward_batch.out_cache_loc.view(batch.rows, -1)
         outs = []
-        for number, tables in enumerate(self._tables):
+        for number, (plan, tables) in enumerate(zip(self._plans, self._tables, strict=False)):
             taken = slice(number, None, passes)  # a row's tokens are neighbours
             written = indices[:, taken].contiguous().flatten()
             controller.take_tokens(index, number, batch, written, key[taken], value[taken])
             controller.fetch_misses(index, number, batch, query[taken])
             if self.trace is not None:  # looks into the tiers: not in a graph
-                self.trace.record(index, self._plans[number], self.tier)
+                self.trace.record(index, plan, self.tier)
             table = tables[resident.selected]
             outs.append(self._attention.decode.run(query[taken], resident.blocks, table, batch.rows))
         controller.look_ahead(index, batch, query)
@@ -209,6 +208,12 @@ class DeviceAttentionBackend(TierBackend):
                 if each.builds:
                     self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens])
         return out.view(q.shape)
+
+    def _planned_tables(self) -> Iterator[tuple[DecodePlan, SlotTable]]:
+        """Every table of every pass of the step at hand."""
+        for plan, tables in zip(self._plans, self._tables, strict=False):
+            for table in tables.values():
+                yield plan, table
 
     def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int, rids: Sequence[str]) -> list[DecodePlan]:
         self.staging.join()

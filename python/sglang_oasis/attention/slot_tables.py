@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.attention.plan import DecodePlan
-from sglang_oasis.lookahead.step_table import PADDING_LENGTH, PADDING_ROW
+from sglang_oasis.lookahead.step_table import PADDING_LENGTH
 from sglang_oasis.tier.layout import TierLayout
 
 
@@ -49,29 +49,23 @@ class SlotTable:
     Args:
         layout: the tier layout.
         selected: K.
-        max_rows: most entries of a step.
-        device: where it lives.
+        rows: [S] int64 on the device, rows of the pass's entries, which somebody else keeps up to date.
     """
 
-    def __init__(self, layout: TierLayout, selected: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, layout: TierLayout, selected: int, rows: Tensor) -> None:
         self.selected = selected
         self._block_size, self._heads = layout.block_size, layout.kv_heads
         self._width = selected + layout.local_slots
-        self._max_rows = max_rows
-        self._packed = torch.zeros(max_rows * (1 + self._width), dtype=torch.int32, device=device)
-        self._slots = self._views(self._packed, torch.full((max_rows,), PADDING_ROW, device=device))
-        self._pages = torch.zeros(max_rows, dtype=torch.int32)
+        self._max_rows = len(rows)
+        self._packed = torch.zeros(len(rows) * (1 + self._width), dtype=torch.int32, device=rows.device)
+        self._slots = self._views(self._packed, rows)
+        self._pages = torch.zeros(len(rows), dtype=torch.int32)
 
-    def load(self, plan: DecodePlan, rows: Tensor) -> None:
-        """Copy a pass to the device without waiting for it; entries beyond the plan's become padding.
-
-        Args:
-            plan: the pass, without padding.
-            rows: [n] int64 on any device, of the plan's entries.
-        """
+    def load(self, plan: DecodePlan) -> None:
+        """Copy a pass to the device without waiting for it; entries beyond the plan's become padding."""
         count = len(plan.step.rows)
         packed = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
-        _, slots, lengths = self._views(packed, rows)
+        _, slots, lengths = self._views(packed, plan.step.rows)
         lengths.fill_(PADDING_LENGTH + plan.step.tokens - 1)
         slots.fill_(self.selected)
         if count:
@@ -79,8 +73,6 @@ class SlotTable:
             slots[:count, : used.shape[1]] = used
         self._pages = (lengths + self._block_size - 1) // self._block_size
         self._packed.copy_(packed, non_blocking=True)
-        self._slots.rows.fill_(PADDING_ROW)
-        self._slots.rows[:count].copy_(rows, non_blocking=True)
 
     def pages(self, count: int) -> Tensor:
         """[count] int32 on the host, pages of each entry."""

@@ -44,6 +44,7 @@ class DeviceController:
     Attributes:
         counters: of the host.
         cap: most blocks fetched ahead per KV head, layer and step.
+        tables: of each pass.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class DeviceController:
         self._fetches = config.miss_policy == FETCH
         self._looks_at_drafts = config.source != LAST_QUERY
         passes = 1 + config.draft_tokens if self._fetches else 1
-        self._tables = [DeviceTables(max_rows, tier.device) for _ in range(passes)]
+        self.tables = [DeviceTables(max_rows, tier.device) for _ in range(passes)]
         self._left_over: Batch | None = None
         self.pipeline = DevicePipeline(
             tier, host, req_to_token, selector, config.smoothing,
-            scale=scale, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self._tables[0], max_rows=max_rows,
+            scale=scale, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self.tables[0], max_rows=max_rows,
             max_queries=max(1, config.draft_tokens), query_heads=query_heads, query_dtype=query_dtype, streams=streams,
         )  # fmt: skip
 
@@ -153,10 +154,10 @@ class DeviceController:
         if self._left_over not in (None, batch):
             self.drain()
         if self._fetches:
-            for table, step in zip(self._tables, steps, strict=False):
+            for table, step in zip(self.tables, steps, strict=False):
                 table.load(rows, tabulate(step, self.tier.layout, fetches=True), step.number)
             return
-        (table,), (step,) = self._tables, steps
+        (table,), (step,) = self.tables, steps
         table.advance()
         if self._left_over is None:
             table.forget_previous()
@@ -188,7 +189,7 @@ class DeviceController:
         resident = self.tier.layers[layer]
         take_tokens(
             resident.blocks, resident.maps, resident.summaries, self.host.kv[layer], self.host.summaries[layer],
-            self._req_to_token, first_entries(self._tables[taken].current, batch.rows), indices, key, value, 0,
+            self._req_to_token, first_entries(self.tables[taken].current, batch.rows), indices, key, value, 0,
             self.tier.layout.summary_format,
         )  # fmt: skip
 
@@ -200,7 +201,7 @@ class DeviceController:
             query: [n * m, H*G, D].
         """
         if self._fetches and layer in self.tier.layout.sparse_layers:
-            table = first_entries(self._tables[taken].current, batch.rows)
+            table = first_entries(self.tables[taken].current, batch.rows)
             self.pipeline.fetch_now(layer, table, query.unflatten(0, (batch.rows, -1)))
 
     def look_ahead(self, layer: int, batch: Batch, query: Tensor) -> None:

@@ -57,9 +57,9 @@ class Recipe:
 
 
 def source_folder(part: str) -> Path:
-    """The sources of the kernels for "cpu" or "cuda": in the checkout, or where a wheel puts its data files."""
-    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / "csrc" / part
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / "csrc" / part
+    """Sources of kernels, such as "csrc/cpu" or "triton": in the checkout, or where a wheel puts its data files."""
+    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / part
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / part
 
 
 def build(recipe: Recipe) -> Path:

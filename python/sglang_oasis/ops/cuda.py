@@ -27,11 +27,6 @@ _declined: set[tuple[object, ...]] = set()
 """Shapes whose queries and slots do not fit into shared memory."""
 
 
-def serves(head_dim: int) -> bool:
-    """Whether a device can drive itself with heads of this size: the references would wait for it."""
-    return triton_ops.serves(head_dim)
-
-
 def install() -> None:
     """Use the C++ kernels from now on, if they can be built."""
     if cuda_kernels.load() is not None:

@@ -70,7 +70,7 @@ def build() -> Path:
         compiled.Recipe(
             NAME,
             title="CUDA kernels",
-            folders=(compiled.source_folder("cuda"),),
+            folders=(compiled.source_folder("csrc/cuda"),),
             cflags=CFLAGS,
             cuda_cflags=CUDA_CFLAGS,
             ldflags=(f"-Wl,-rpath,{home / 'lib64'}",),

@@ -74,7 +74,7 @@ def kernel_costs(architecture: str) -> list[KernelCost]:
     """
     nvcc = cuda_kernels.cuda_home() / "bin" / "nvcc"
     costs = []
-    for source in sorted(compiled.source_folder("cuda").glob("*.cu")):
+    for source in sorted(compiled.source_folder("csrc/cuda").glob("*.cu")):
         with tempfile.TemporaryDirectory() as folder:
             target = (f"-arch={architecture}", "-cubin", "-o", f"{folder}/{source.stem}.cubin", str(source))
             command = [str(nvcc), "-std=c++17", *cuda_kernels.CUDA_CFLAGS, "-Xptxas=-v", *target]

@@ -20,6 +20,14 @@ from sglang_oasis.ops.smoothing import ESCAPE, smooth_scores
 from sglang_oasis.ops.summary import SummaryFormat, block_scores, summarise
 from sglang_oasis.ops.tokens import store_tokens
 
+HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 256
+"""Head sizes of the device's kernels."""
+
+
+def serves(head_dim: int) -> bool:
+    """Whether a device's kernels can work on heads of this size; the references would wait for the device."""
+    return head_dim % HEAD_DIM_STEP == 0 and head_dim <= HEAD_DIM_MOST
+
 
 class StepTable(NamedTuple):
     """What a decode step knows about its n entries, on the device; [n] int32 unless said otherwise.

@@ -61,7 +61,7 @@ def unload() -> None:
 
 def source_folder() -> Path:
     """The C++ sources."""
-    return compiled.source_folder("cpu")
+    return compiled.source_folder("csrc/cpu")
 
 
 def build() -> Path:

@@ -6,13 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from sglang_oasis.ops import compiled
+
 NAME = "oasis_triton"
 
 
 def source_folder() -> Path:
-    """The Triton sources: in the checkout, or where a wheel puts its data files."""
-    checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / "triton"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / "triton"
+    """The Triton sources."""
+    return compiled.source_folder("triton")
 
 
 def load() -> None:

@@ -7,44 +7,36 @@ CUDA tensor, and refuses another. Under TRITON_INTERPRET=1 the same functions wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sglang_oasis.ops import device_step, triton_launches
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
-from sglang_oasis.ops.eviction import Maps
+from sglang_oasis.ops.device_step import serves
+from sglang_oasis.ops.dispatch import DeviceOp
 from sglang_oasis.ops.smoothing import ESCAPE
 from sglang_oasis.ops.summary import SummaryFormat
-
-HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 256
-
-
-def serves(head_dim: int) -> bool:
-    """Whether the kernels can work on heads of this size."""
-    return head_dim % HEAD_DIM_STEP == 0 and head_dim <= HEAD_DIM_MOST
+from sglang_oasis.ops.triton_launches import Launch
 
 
-@device_step.take_tokens.register("cuda")
-def take_tokens(
-    blocks: Tensor,
-    maps: Maps,
-    summaries: Tensor,
-    host_kv: Tensor,
-    host_summaries: Tensor,
-    req_to_token: Tensor,
-    table: StepTable,
-    indices: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: int,
-    fmt: SummaryFormat,
-) -> None:
-    if not serves(blocks.shape[-1]):
-        return NotImplemented
-    triton_launches.take_tokens(
-        blocks, maps, summaries, host_kv, host_summaries, req_to_token, table, indices, keys, values, first, fmt
-    ).run()
-    return None
+def _launched(op: DeviceOp[..., None], make: Callable[..., Launch], *, of_heads: bool = True) -> Callable[..., None]:
+    """Register an op that is one launch with the arguments of its face; `of_heads`: the first one ends in D."""
+
+    def run(*arguments: Any) -> None:
+        if of_heads and not serves(arguments[0].shape[-1]):
+            return NotImplemented
+        make(*arguments).run()
+        return None
+
+    return op.register("cuda")(run)
+
+
+take_tokens = _launched(device_step.take_tokens, triton_launches.take_tokens)
+select_admissions = _launched(device_step.select_admissions, triton_launches.select_admissions, of_heads=False)
+fetch_blocks = _launched(device_step.fetch_blocks, triton_launches.fetch_blocks)
+summarise_blocks = _launched(device_step.summarise_blocks, triton_launches.summarise_blocks)
 
 
 @device_step.score_blocks.register("cuda")
@@ -71,40 +63,6 @@ def score_blocks(
     return scores
 
 
-@device_step.select_admissions.register("cuda")
-def select_admissions(
-    predicted: Tensor,
-    candidates: Tensor,
-    rows: Tensor,
-    maps: Maps,
-    number: Tensor,
-    offset: int,
-    cap: Tensor,
-    admissions: DeviceAdmissions,
-    counters: Tensor,
-) -> None:
-    triton_launches.select_admissions(
-        predicted, candidates, rows, maps, number, offset, cap, admissions, counters
-    ).run()
-
-
-@device_step.fetch_blocks.register("cuda")
-def fetch_blocks(
-    blocks: Tensor,
-    maps: Maps,
-    host_kv: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    admissions: DeviceAdmissions,
-    number: Tensor,
-    offset: int,
-) -> None:
-    if not serves(blocks.shape[-1]):
-        return NotImplemented
-    triton_launches.fetch_blocks(blocks, maps, host_kv, req_to_token, rows, admissions, number, offset).run()
-    return None
-
-
 @device_step.attend.register("cuda")
 def attend(
     query: Tensor,
@@ -121,11 +79,3 @@ def attend(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     triton_launches.attend(query, blocks, rows, slots, kv_lengths, query_starts, scale, max_queries, out).run()
     return out
-
-
-@device_step.summarise_blocks.register("cuda")
-def summarise_blocks(kv: Tensor, sources: Tensor, records: Tensor, targets: Tensor, fmt: SummaryFormat) -> None:
-    if not serves(kv.shape[-1]):
-        return NotImplemented
-    triton_launches.summarise_blocks(kv, sources, records, targets, fmt).run()
-    return None

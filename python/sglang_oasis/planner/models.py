@@ -12,14 +12,12 @@ from typing import Any, NoReturn
 import torch
 
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.ops.device_step import HEAD_DIM_MOST, HEAD_DIM_STEP, serves
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Whose weights `ModelShape.parameters` counts: attention and gated MLPs, or experts, in every layer."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 256
-"""Head sizes of the kernels (`ops/triton_ops.py`, which only a machine with Triton can import)."""
 
 MAX_CONTEXT = "max_position_embeddings"
 
@@ -205,7 +203,7 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
     if heads % kv_heads:
         _refuse(name, f"has {heads} query heads for {kv_heads} KV heads", "each KV head must serve equally many")
     head_dim = _size(config, name, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= HEAD_DIM_MOST:
+    if head_dim <= 0 or not serves(head_dim):
         _refuse(
             name, f"has heads of {head_dim}", f"the server takes multiples of {HEAD_DIM_STEP} up to {HEAD_DIM_MOST}"
         )

@@ -16,7 +16,7 @@ from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DU
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
-from sglang_oasis.ops import native
+from sglang_oasis.ops import device_step, native
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 
@@ -168,7 +168,7 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
         "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or leave it out"),
         "--lookahead-kv-source dual": (view.speculative_algorithm == DUAL_ALGORITHM, "use last-query"),
         f"heads of {model.head_dim}": (
-            not _drives_itself(model.head_dim),
+            not device_step.serves(model.head_dim),
             "use a model with a multiple of 16 up to 256",
         ),
     }
@@ -188,12 +188,6 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
                 f"--enable-lookahead-kv does not work with --cuda-graph-backend-{phase} {backend}: use {allowed} or "
                 f"disabled."
             )
-
-
-def _drives_itself(head_dim: int) -> bool:
-    from sglang_oasis.ops import cuda  # imports Triton
-
-    return cuda.serves(head_dim)
 
 
 def _check_folder(flag: str, path: str, load_format: str) -> None:
