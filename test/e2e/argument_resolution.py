@@ -9,6 +9,8 @@ import json
 import sys
 from typing import Any
 
+MARK = "RESOLVED "
+
 
 def resolve(argv: list[str]) -> dict[str, Any]:
     """The resolved arguments of lookahead KV and of speculation, or the error."""
@@ -26,11 +28,11 @@ def resolve(argv: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Standard input: a JSON list of argument lists. Last line of standard output: a JSON list of results."""
+    """Argument: a JSON list of argument lists. Printed behind `MARK`: a JSON list of results."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    print(json.dumps([resolve(argv) for argv in json.load(sys.stdin)]))
+    print(MARK + json.dumps([resolve(argv) for argv in json.loads(sys.argv[1])]))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.processes import forked_starts
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked() -> Iterator[None]:
+    """Servers do not import everything anew."""
+    with forked_starts():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from test.e2e.server import REQUEST_TIMEOUT, Server
+from test.e2e.server import ANSWER_TIMEOUT, Server
 
 
 class InFlight:
@@ -44,7 +44,7 @@ class InFlight:
             **request,
         }
         address = urlsplit(server.url)
-        self._connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=REQUEST_TIMEOUT)
+        self._connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=ANSWER_TIMEOUT)
         self._connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         self._stream: http.client.HTTPResponse | None = None
 

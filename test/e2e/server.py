@@ -5,10 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,10 +14,14 @@ from typing import Any
 import requests
 
 from sglang_oasis.reference_model import reference_model_path
+from test.e2e.ports import reserve_port
+from test.e2e.processes import Process, start, stop_group
 
 START_TIMEOUT = 240.0
-STOP_TIMEOUT = 20.0
-REQUEST_TIMEOUT = 900.0
+ANSWER_TIMEOUT = 240.0
+"""Seconds for what runs the model, on a slow machine that does other things besides."""
+REQUEST_TIMEOUT = 60.0
+"""Seconds for anything else."""
 
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For stock servers too: OpenMP threads that spin starve each other where another process wants the cores."""
@@ -58,7 +58,7 @@ class Server:
         }
         if rid is not None:
             body["rid"] = rid
-        response = requests.post(f"{self.url}/generate", json=body, timeout=REQUEST_TIMEOUT)
+        response = requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_TIMEOUT)
         if not response.ok:
             raise RuntimeError(f"/generate answered {response.status_code}: {response.text}")
         return response.json()
@@ -90,39 +90,39 @@ class Server:
         raise TimeoutError(f"requests still run or wait after {timeout} s")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def server_command(*flags: str, model: Path | None = None, port: int | None = None) -> list[str]:
-    """Command line of a server on the reference model."""
+    """The interpreter's arguments for a server on the reference model."""
+    data_parallel = {"--dp-size", "--dp", "--data-parallel-size"}.intersection(flags)
+    # Every data-parallel rank has a port of its own.
+    ranks = () if data_parallel else ("--nccl-port", str(reserve_port()))
     return [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
+        *("-m", "sglang.launch_server"),
         *("--model-path", str(model or reference_model_path())),
-        *("--host", "127.0.0.1", "--port", str(port or free_port())),
+        *("--host", "127.0.0.1", "--port", str(port or reserve_port())),
+        *ranks,
         *flags,
     ]
 
 
 @contextlib.contextmanager
-def launch_server(*flags: str, env: dict[str, str] | None = None, model: Path | None = None) -> Iterator[Server]:
-    """Run a server with these flags; whatever happens, nothing of it is left running."""
-    port = free_port()
-    command = server_command(*flags, model=model, port=port)
+def launch_server(
+    *flags: str, env: dict[str, str] | None = None, model: Path | None = None, ordinary: bool = False
+) -> Iterator[Server]:
+    """Run a server with these flags; whatever happens, nothing of it is left running.
+
+    Args:
+        flags: the server's.
+        env: variables besides ours.
+        model: its folder; the reference model's without it.
+        ordinary: start it as a user does, where tests fork it from a template.
+    """
+    port = reserve_port()
+    argv = server_command(*flags, model=model, port=port)
+    environment = {**PASSIVE_WAITING, **os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="oasis-server-") as folder:
         log = Path(folder) / "server.log"
         with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                env={**PASSIVE_WAITING, **os.environ, **(env or {})},
-                start_new_session=True,
-            )
+            process = start(argv, environment=environment, output=output, ordinary=ordinary)
         server = Server(f"http://127.0.0.1:{port}", process.pid, log)
         try:
             _wait_until_ready(server, process)
@@ -136,24 +136,11 @@ def launch_server(*flags: str, env: dict[str, str] | None = None, model: Path | 
             stop_group(process)
 
 
-def stop_group(process: subprocess.Popen[Any]) -> None:
-    """End a process and everything in its group."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _wait_until_ready(server: Server, process: subprocess.Popen[Any]) -> None:
+def _wait_until_ready(server: Server, process: Process) -> None:
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:

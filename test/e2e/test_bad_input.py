@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import server_command, stop_group
+from test.e2e import argument_resolution
+from test.e2e.ports import reserve_port
+from test.e2e.processes import run
+from test.e2e.server import server_command
 
 pytestmark = pytest.mark.e2e
 
-REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAUNCH_TIMEOUT = 180.0
 AT_ONCE = 2
@@ -150,35 +150,20 @@ class Ended(NamedTuple):
     last_line: str
 
 
-def launch(*flags: str, model: Path, port: int | None = None) -> Ended:
+def launch(*flags: str, model: Path, port: int | None = None, ordinary: bool = False) -> Ended:
     """Run the launcher to its end; nothing of its process group is left then."""
-    command = server_command("--enable-lookahead-kv", *flags, model=model, port=port)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True
-    )
-    try:
-        # Ends when every process that holds the pipe has ended.
-        output, _ = process.communicate(timeout=LAUNCH_TIMEOUT)
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-    finally:
-        stop_group(process)
-    return Ended(process.returncode, [line for line in output.splitlines() if line.strip()][-1])
+    argv = server_command("--enable-lookahead-kv", *flags, model=model, port=port)
+    exit_code, output = run(argv, environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT, ordinary=ordinary)
+    return Ended(exit_code, [line for line in output.splitlines() if line.strip()][-1])
 
 
 def resolved(*command_lines: list[str]) -> list[dict[str, Any]]:
     """What becomes of each command line, without a launch."""
-    process = subprocess.run(
-        [sys.executable, "-m", "test.e2e.argument_resolution"],
-        input=json.dumps(command_lines),
-        stdout=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=REPOSITORY,
-        timeout=LAUNCH_TIMEOUT,
-        check=True,
-    )
-    return json.loads(process.stdout.splitlines()[-1])
+    argv = ["-m", argument_resolution.__name__, json.dumps(command_lines)]
+    exit_code, output = run(argv, environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT)
+    assert exit_code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith(argument_resolution.MARK)]
+    return json.loads(line.removeprefix(argument_resolution.MARK))
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +193,11 @@ def launches(
     with (truncated / "model.safetensors").open("r+b") as weights:
         weights.truncate(1_000_000)
 
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(AT_ONCE) as pool:
-        taken = listener.getsockname()[1]
+    taken = reserve_port()
+    with socket.create_server(("127.0.0.1", taken)), ThreadPoolExecutor(AT_ONCE) as pool:
         runs: dict[str, Callable[[], Ended]] = {
             "unknown choice": lambda: launch("--lookahead-kv-miss-policy", "wait", model=model),
-            "out of range": lambda: launch("--lookahead-kv-budget-tokens", "100", model=model),
+            "out of range": lambda: launch("--lookahead-kv-budget-tokens", "100", model=model, ordinary=True),
             "unsupported model": lambda: launch("--load-format", "dummy", model=unsupported_models["gpt_oss"]),
             "host memory": lambda: launch("--lookahead-kv-host-gb", "0.001", model=model),
             "port": lambda: launch(model=model, port=taken),
@@ -303,8 +288,9 @@ def test_a_config_file_sets_the_flags(model: Path, tmp_path: Path) -> None:
     assert_refused(refused, "--lookahead-kv-budget-tokens 100 is not possible")
 
 
-def test_an_engine_raises_for_a_bad_value(model: Path) -> None:
-    program = (
+def test_an_engine_raises_for_a_bad_value(model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(
         "import sglang\n"
         "from sglang_oasis.errors import LookaheadKVError\n"
         "try:\n"
@@ -312,8 +298,6 @@ def test_an_engine_raises_for_a_bad_value(model: Path) -> None:
         "except LookaheadKVError as error:\n"
         "    print('raised:', error)\n"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, timeout=LAUNCH_TIMEOUT
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert process.stdout.splitlines()[-1].startswith("raised: --lookahead-kv-budget-tokens 100 is not possible")
+    exit_code, output = run([str(program)], environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT)
+    assert exit_code == 0, output[-2000:]
+    assert "raised: --lookahead-kv-budget-tokens 100 is not possible" in output

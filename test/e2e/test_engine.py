@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.processes import run
 from test.e2e.server import PASSIVE_WAITING, Server
 from test.e2e.small_pool import BUDGET, CONTEXT, LAYERS, text
 
 pytestmark = pytest.mark.e2e
 
+ENGINE_TIMEOUT = 180.0
 SCRIPT = """
 import json, sys
 import sglang
@@ -44,13 +44,10 @@ def test_the_engine_answers_as_the_server_does(small_pool_server: Server, tmp_pa
     request = {"model": str(truncated_model_path(LAYERS)), "flags": flags, "prompt": prompt}
     script = tmp_path / "ask.py"
     script.write_text(SCRIPT)
-    output = subprocess.run(
-        [sys.executable, str(script), json.dumps(request)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**PASSIVE_WAITING, **os.environ},
-    ).stdout
+    exit_code, output = run(
+        [str(script), json.dumps(request)], environment={**PASSIVE_WAITING, **os.environ}, timeout=ENGINE_TIMEOUT
+    )
+    assert exit_code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("ANSWER ")]
     answer = json.loads(line.removeprefix("ANSWER "))
     assert answer["ids"] == small_pool_server.generate(prompt, max_new_tokens=16)["output_ids"]

@@ -1,0 +1,54 @@
+"""Ports for servers under test that nothing else can take before the server listens.
+
+They lie below the range from which the kernel hands out ports by itself (SGLang's own store, gloo and ZeroMQ sockets
+get theirs there), and below the one from which SGLang picks a port for its ranks (22000 to 29999). Each is locked by a
+file for as long as this process lives, so that no two test runs on a machine get the same one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+
+LOWEST, HIGHEST = 10_000, 21_999
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+_held: list[int] = []
+"""File descriptors of the locks."""
+
+
+def reserve_port() -> int:
+    """A free port that is this process's until it ends.
+
+    Raises:
+        RuntimeError: no port is left.
+    """
+    folder = Path(tempfile.gettempdir()) / f"sglang-oasis-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    first_ephemeral = int(EPHEMERAL_RANGE.read_text().split()[0])
+    candidates = range(LOWEST, min(HIGHEST + 1, first_ephemeral))
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
+        lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        if _can_be_bound(port):
+            _held.append(lock)
+            return port
+        os.close(lock)
+    raise RuntimeError(f"no port of {candidates} is free: end what listens there.")
+
+
+def _can_be_bound(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
