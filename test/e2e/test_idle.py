@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -28,6 +29,8 @@ def test_an_idle_server_takes_next_to_nothing_of_a_core(small_pool_server: Serve
     launcher = psutil.Process(small_pool_server.pid)
     processes = [launcher, *launcher.children(recursive=True)]
     assert len(processes) >= 3, "launcher, scheduler, detokenizer"
+    names = [task.read_text().strip() for each in processes for task in Path(f"/proc/{each.pid}/task").glob("*/comm")]
+    assert names.count("gloo_tcp_loop") == 1, "threads that look a hundred times a second whether there is something"
     time.sleep(SETTLE_SECONDS)
     before, start = cpu_seconds(processes), time.monotonic()
     time.sleep(SECONDS)
