@@ -38,6 +38,7 @@ def seams() -> list[Seam]:
         fused_kv_write,
         gloo_device,
         http_server,
+        idle_controller,
         internal_state,
         kv_pool,
         post_capture_sizing,
@@ -57,6 +58,7 @@ def seams() -> list[Seam]:
         *internal_state.SEAMS,
         *speculation.SEAMS,
         *http_server.SEAMS,
+        *idle_controller.SEAMS,
     ]
 
 
