@@ -32,7 +32,6 @@ FLAGS = (
     *("--enable-priority-scheduling", "--default-priority-value", "0"),
     *("--load-snapshot-publish-interval", "1"),  # else /v1/loads tells the past
     *("--lookahead-kv-audit-interval", "4"),
-    "--sleep-on-idle",  # other tests' servers want the cores
     "--enable-metrics",
 )
 ENVIRONMENT = {

@@ -204,7 +204,7 @@ def test_drafts_that_are_only_looked_at_change_nothing_but_the_steps(
 def test_the_dense_backend_answers_as_without_speculation(
     untrained_head: Path, expected_within_budget: list[dict[str, Any]]
 ) -> None:
-    flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024", "--sleep-on-idle")
+    flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024")
     small = ("--max-total-tokens", "2560", "--max-running-requests", "16", "--chunked-prefill-size", "64")
     speculates = flags_of("eagle3", untrained_head)
     with launch_server(*flags, *small, *speculates, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:

@@ -158,17 +158,21 @@ class Decoded(NamedTuple):
 
 
 class SparseReference:
-    """Prefills densely, decodes sparsely. `model` is switched to this module's attention and to evaluation mode."""
+    """Prefills densely, decodes sparsely. `model` is switched to this module's attention and to evaluation mode.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `kv_dtype` is that of the server's KV cache: keys and values are rounded to it, after RoPE.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         if model.dtype != torch.float32:
             raise ValueError(f"the reference is float32, the model is {model.dtype}")
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
+        self.kv_dtype = kv_dtype
 
     @classmethod
-    def from_pretrained(cls, path: str | PathLike[str]) -> SparseReference:
-        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    def from_pretrained(cls, path: str | PathLike[str], kv_dtype: torch.dtype = torch.float32) -> SparseReference:
+        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), kv_dtype)
 
     def prefill(self, prompt_ids: Sequence[int], chunk: int = 1024) -> PrefilledPrompt:
         """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`."""
@@ -244,7 +248,7 @@ class SparseReference:
             count, dim = queries.shape[1:]
             scores = minmax_scores(
                 queries,
-                cached.keys[0],
+                self._rounded(cached.keys[0]),
                 first_local_block=torch.full((count,), first_local_block),
                 block_size=block_size,
                 scaling=dim**-0.5,
@@ -260,11 +264,19 @@ class SparseReference:
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int], cache: DynamicCache, attention: LayerAttention, logits: int) -> Tensor:
         """Log-probabilities after the last `logits` of `ids`: `[logits, vocab]`; `cache` grows by `ids`."""
+
+        def on_rounded(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            # The cache keeps them exact; to round twice changes nothing.
+            return attention(layer, query, self._rounded(key), self._rounded(value), scaling)
+
         output = self.model(
             torch.tensor([list(ids)]),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits,
-            layer_attention=attention,
+            layer_attention=on_rounded,
         )
         return output.logits[0].log_softmax(-1)
+
+    def _rounded(self, vectors: Tensor) -> Tensor:
+        return vectors.to(self.kv_dtype).float()

@@ -50,6 +50,7 @@ class TierBackend(AttentionBackend):
         row_observer: the target model's, where the runner's model drafts for it; None to attach one.
 
     Attributes:
+        compute_dtype: of weights and activations; K and V may be kept in another.
         tiers: the resident tiers that follow the same rows: this model's and the draft model's.
         controller: policy over the tiers.
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
@@ -75,6 +76,7 @@ class TierBackend(AttentionBackend):
         self.config = config
         self.host = host
         self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
+        self.compute_dtype: torch.dtype = runner.dtype
         self.max_context_len = runner.model_config.context_len
         self._runner = runner
         self._kv_pool = runner.token_to_kv_pool

@@ -33,9 +33,12 @@ def seams() -> list[Seam]:
     """Every hook of this package but the one on ServerArgs."""
     from sglang_oasis.seams import (
         beam_search,
+        dtypes,
         forward_batch,
         fused_kv_write,
+        gloo_device,
         http_server,
+        idle_controller,
         internal_state,
         kv_pool,
         post_capture_sizing,
@@ -44,15 +47,18 @@ def seams() -> list[Seam]:
     )
 
     return [
+        *dtypes.SEAMS,
         *kv_pool.SEAMS,
         *sizing.SEAMS,
         *post_capture_sizing.SEAMS,
         *forward_batch.SEAMS,
         *fused_kv_write.SEAMS,
+        *gloo_device.SEAMS,
         *beam_search.SEAMS,
         *internal_state.SEAMS,
         *speculation.SEAMS,
         *http_server.SEAMS,
+        *idle_controller.SEAMS,
     ]
 
 

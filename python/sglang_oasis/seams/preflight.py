@@ -17,6 +17,7 @@ from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
+from sglang_oasis.seams import dtypes
 from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 
@@ -59,7 +60,6 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_dp_attention": (False,),
 }
 _ALGORITHMS = (None, EAGLE3, NGRAM)
-_UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
 def asked_by(server_args: Any) -> str:
@@ -82,7 +82,7 @@ def check_before_resolution(server_args: Any) -> None:
         asked_for = field == "attention_backend" and not enabled(server_args)
         if value not in allowed and not asked_for:
             raise _does_not_work_with(server_args, field)
-    if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
+    if server_args.kv_cache_dtype not in (dtypes.AUTO, *dtypes.KV_DTYPES):
         raise LookaheadKVError(
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
@@ -266,7 +266,7 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, ranks_per_host
     from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
-    layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
+    layout = layout_of_model(server_args, model, dtypes.kv_dtype(view, model.dtype), view.tp_size, view.page_size)
     draft = draft_layout_of_flags(server_args, model, view)
     device_is_host = view.device == "cpu"
     budget = divide_memory(
