@@ -33,12 +33,14 @@ def seams() -> list[Seam]:
     """Every hook of this package but the one on ServerArgs."""
     from sglang_oasis.seams import (
         beam_search,
+        control_requests,
         forward_batch,
         fused_kv_write,
         http_server,
         internal_state,
         kv_pool,
         post_capture_sizing,
+        request_validation,
         sizing,
         speculation,
     )
@@ -53,6 +55,8 @@ def seams() -> list[Seam]:
         *internal_state.SEAMS,
         *speculation.SEAMS,
         *http_server.SEAMS,
+        *request_validation.SEAMS,
+        *control_requests.SEAMS,
     ]
 
 
