@@ -9,6 +9,7 @@ here; the ranges are those of the tensors that the values end up in. A range tha
 from __future__ import annotations
 
 import functools
+import re
 from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,16 +57,29 @@ def check_answers(prompts: int, sampling: Any) -> None:
     check_range("n", answers, (1, max(1, MOST_ANSWERS // max(1, prompts))))
 
 
-def check_sampling_types(sampling: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
+def check_sampling(sampling: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
     """Check sampling parameters as they came in.
 
     Raises:
-        RequestRefused: for the first one whose type is not the one that `struct` has for it.
+        RequestRefused: for the first one whose type is not the one that `struct` has for it; for a `stop_regex` that is
+            no regular expression.
     """
     types = _types(struct)
     for name, value in sampling.items():
         if name in types and name not in CONVERTED_BY_SGLANG and value is not None:
             check_type(name, value, types[name])
+    patterns = sampling.get("stop_regex") or ()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _refusal("stop_regex", pattern, str(error)) from None
+
+
+def check_labels(labels: Mapping[str, str] | None, allowed: Iterable[str]) -> None:
+    """Refuse labels that the metrics do not have: the loop that counts answers would end."""
+    for unknown in set(labels or ()) - set(allowed):
+        raise _refusal("custom_labels", unknown, "give labels of --tokenizer-metrics-allowed-custom-labels")
 
 
 def check_tokenized(request: Any, vocab_size: int, hidden_size: int) -> None:
@@ -163,6 +177,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-@functools.cache
+@functools.lru_cache
 def _types(struct: Any) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(struct)}

@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.request_rules import check_answers, check_sampling_types, check_tokenized
+from sglang_oasis.seams.request_rules import check_answers, check_labels, check_sampling, check_tokenized
 
 MISREAD = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, re.error)
 """What Python raises where a value is not what the code expects."""
@@ -40,9 +40,13 @@ def _read(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _tokenize(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.io_struct import msgpack_encode
+    from sglang.srt.runtime_context import get_observability
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    _read(check_sampling_types, request.sampling_params, SamplingParams)
+    _read(check_sampling, request.sampling_params, SamplingParams)
+    if manager.enable_metrics:
+        allowed = get_observability().tokenizer_metrics_allowed_custom_labels
+        check_labels(getattr(request, "custom_labels", None), allowed or ())
     tokenized = _read(original, manager, request, *args, **kwargs)
     model = manager.model_config
     _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size)
