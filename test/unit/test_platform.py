@@ -36,7 +36,10 @@ METHODS = [name for name, _ in inspect.getmembers(SRTPlatform, callable) if not 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_of_the_interface_has_an_answer(name: str) -> None:
     method = getattr(OasisCpuPlatform(), name)
-    method(*(ARGUMENTS[parameter] for parameter in inspect.signature(method).parameters))
+    parameters = inspect.signature(method).parameters.values()
+    by_name = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    by_place = [parameter.name for parameter in parameters if parameter.name not in by_name]
+    method(*(ARGUMENTS[name] for name in by_place), **{name: ARGUMENTS[name] for name in by_name})
 
 
 def test_it_has_whatever_sglang_asks_for() -> None:
