@@ -33,6 +33,7 @@ def seams() -> list[Seam]:
     """Every hook of this package but the one on ServerArgs."""
     from sglang_oasis.seams import (
         beam_search,
+        control_requests,
         dtypes,
         forward_batch,
         fused_kv_write,
@@ -42,6 +43,7 @@ def seams() -> list[Seam]:
         internal_state,
         kv_pool,
         post_capture_sizing,
+        request_validation,
         sizing,
         speculation,
     )
@@ -59,6 +61,8 @@ def seams() -> list[Seam]:
         *speculation.SEAMS,
         *http_server.SEAMS,
         *idle_controller.SEAMS,
+        *request_validation.SEAMS,
+        *control_requests.SEAMS,
     ]
 
 
