@@ -34,6 +34,7 @@ FLAGS = (
     *("--lookahead-kv-audit-interval", "4"),
     "--sleep-on-idle",  # other tests' servers want the cores
     "--enable-metrics",
+    *("--enable-custom-logit-processor", "--enable-return-hidden-states"),
 )
 ENVIRONMENT = {
     "SGLANG_OASIS_CHECK_INTEGRITY": "1",

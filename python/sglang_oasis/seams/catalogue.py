@@ -35,10 +35,12 @@ def seams() -> list[Seam]:
         beam_search,
         forward_batch,
         fused_kv_write,
+        hidden_states,
         http_server,
         internal_state,
         kv_pool,
         post_capture_sizing,
+        sampling,
         sizing,
         speculation,
     )
@@ -51,6 +53,8 @@ def seams() -> list[Seam]:
         *fused_kv_write.SEAMS,
         *beam_search.SEAMS,
         *internal_state.SEAMS,
+        *sampling.SEAMS,
+        *hidden_states.SEAMS,
         *speculation.SEAMS,
         *http_server.SEAMS,
     ]
