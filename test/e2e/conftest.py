@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.sampling_cases import CASES, ask
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
 from test.e2e.sources import SOURCES, flags_of, write_untrained_head
@@ -18,6 +20,12 @@ def small_pool_server() -> Iterator[Server]:
     """A fast server whose pools are too small for 16 long requests; every decode step checks every invariant."""
     with launch_server(*FLAGS, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def sampled_without(small_pool_server: Server) -> dict[str, dict[str, Any]]:
+    """Answers without speculation, one at a time."""
+    return {name: ask(small_pool_server, name) for name in CASES}
 
 
 @pytest.fixture(scope="session")

@@ -13,62 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.sampling.custom_logit_processor import (
-    DeepseekOCRNoRepeatNGramLogitProcessor,
-    DisallowedTokensLogitsProcessor,
-)
 
+from test.e2e.sampling_cases import CASES, DISALLOWED, PROMPT, TOKENS, ask
 from test.e2e.server import Server
-from test.e2e.small_pool import LOGPROB_TOLERANCE, assert_baseline, assert_same_answer, finish_type, logprobs, text
+from test.e2e.small_pool import LOGPROB_TOLERANCE, assert_baseline, assert_same_answer, finish_type, logprobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TOKENS = 24
-PROMPT = text(300, 100)
-DISALLOWED = {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
-NO_REPEAT = {"custom_logit_processor": DeepseekOCRNoRepeatNGramLogitProcessor.to_str()}
-SEEDED = {"temperature": 1.5, "sampling_seed": 7}
 
-# Name -> sampling parameters, other fields of the request.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({}, {}),
-    "min_p of one": ({"temperature": 3, "min_p": 1.0}, {}),
-    "seed": (SEEDED, {}),
-    "seed, top_k, top_p and min_p": ({**SEEDED, "top_k": 40, "top_p": 0.8, "min_p": 0.02}, {}),
-    "negative seed": ({"temperature": 0.9, "sampling_seed": -(2**63)}, {}),
-    "frequency_penalty": ({"frequency_penalty": 2}, {}),
-    "presence_penalty": ({"presence_penalty": 2}, {}),
-    "repetition_penalty": ({"repetition_penalty": 1.3}, {}),
-    "rewards": ({"frequency_penalty": -0.3, "presence_penalty": -0.5, "repetition_penalty": 0.8}, {}),
-    "penalties and a seed": (
-        {**SEEDED, "frequency_penalty": 0.4, "presence_penalty": 0.6, "repetition_penalty": 1.2, "min_p": 0.05},
-        {},
-    ),
-    "logit_bias": ({"logit_bias": {"28": -100, "198": 4.5}}, {}),
-    "logit_bias and frequency_penalty": ({"logit_bias": {"28": 30}, "frequency_penalty": 2}, {}),
-    "stop_regex": ({"stop_regex": "[aeiou][a-z] "}, {}),
-    "ignore_eos": ({"logit_bias": {"2": 100}, "ignore_eos": True}, {}),
-    "end of text": ({"logit_bias": {"2": 100}}, {}),
-    "end of text, later": ({"logit_bias": {"2": 100}, "min_new_tokens": 9}, {}),
-    "grammar and frequency_penalty": ({"regex": "[a-d ]{8}", "frequency_penalty": 2}, {}),
-    "grammar and a seed": ({"ebnf": 'root ::= ("yes" | "no" | " ")+ "."', **SEEDED}, {}),
-    "disallowed tokens": ({"custom_params": {"token_ids": [28, 198, 216, 260]}}, DISALLOWED),
-    "disallowed tokens, seed": ({**SEEDED, "custom_params": {"token_ids": [28, 198, 216, 260]}}, DISALLOWED),
-    "no token twice": ({"custom_params": {"ngram_size": 1, "window_size": 1000}}, NO_REPEAT),
-    "no pair twice": ({"custom_params": {"ngram_size": 2, "window_size": 1000}}, NO_REPEAT),
-    "special tokens": ({"logit_bias": {"0": 100}, "ignore_eos": True, "skip_special_tokens": False}, {}),
-}
-
-
-def ask(server: Server, name: str) -> dict[str, Any]:
-    sampling, fields = CASES[name]
-    return server.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling, return_logprob=True, **fields)
-
-
-@pytest.fixture(scope="module")
-def expected(small_pool_server: Server) -> dict[str, dict[str, Any]]:
-    """The answers without speculation, one at a time."""
-    return {name: ask(small_pool_server, name) for name in CASES}
+@pytest.fixture
+def expected(sampled_without: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return sampled_without
 
 
 def test_every_case_says_something_of_its_own(expected: dict[str, dict[str, Any]]) -> None:
@@ -181,12 +136,12 @@ def test_hidden_states(source_server: Server, small_pool_server: Server) -> None
 
 
 def test_log_probabilities_of_other_tokens(source_server: Server, small_pool_server: Server) -> None:
-    def ask(server: Server) -> dict[str, Any]:
+    def shown_by(server: Server) -> dict[str, Any]:
         shown = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [11, 28], "logprob_start_len": 90}
         sampling = {"presence_penalty": 1, "logit_bias": {"28": 2}}
         return server.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling, **shown)["meta_info"]
 
-    ours, others = ask(source_server), ask(small_pool_server)
+    ours, others = shown_by(source_server), shown_by(small_pool_server)
     for kind in ("input_top_logprobs", "output_top_logprobs", "input_token_ids_logprobs", "output_token_ids_logprobs"):
         assert len(ours[kind]) == len(others[kind])
         for row, other in zip(ours[kind], others[kind], strict=True):
@@ -202,3 +157,19 @@ def test_several_answers(source_server: Server, expected: dict[str, dict[str, An
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 3
     answers = source_server.generate(PROMPT, max_new_tokens=TOKENS, sampling={"n": 2})
     assert [answer["output_ids"] for answer in answers] == [expected["greedy"]["output_ids"]] * 2
+
+
+def test_a_custom_logit_processor_that_fails_ends_its_request_alone(source_server: Server) -> None:
+    def fails(**request: Any) -> str:
+        with pytest.raises(RuntimeError, match="answered 400") as failure:
+            source_server.generate(PROMPT, max_new_tokens=4, **request)
+        return str(failure.value)
+
+    assert "custom_logit_processor cannot be loaded" in fails(custom_logit_processor="no JSON")
+    for params in (None, {}, {"token_ids": [10**6]}):
+        assert "LogitsProcessor failed" in fails(sampling={"custom_params": params}, **DISALLOWED)
+    with ThreadPoolExecutor(2) as clients:
+        beside = clients.submit(source_server.generate, PROMPT, max_new_tokens=TOKENS)
+        fails(sampling={"custom_params": {}, "regex": "[a-d]+"}, **DISALLOWED)
+    assert len(beside.result()["output_ids"]) == TOKENS
+    assert_baseline(source_server)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.sampling_cases import CASES
+from test.e2e.sampling_cases import ask as ask_case
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import (
     BUDGET,
@@ -160,11 +162,11 @@ def test_drafts_that_are_only_looked_at_change_nothing_but_the_steps(
 
 
 def test_the_dense_backend_answers_as_without_speculation(
-    untrained_head: Path, expected_within_budget: list[dict[str, Any]]
+    untrained_head: Path, expected_within_budget: list[dict[str, Any]], sampled_without: dict[str, dict[str, Any]]
 ) -> None:
     flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024", "--sleep-on-idle")
     small = ("--max-total-tokens", "2560", "--max-running-requests", "16", "--chunked-prefill-size", "64")
-    speculates = flags_of("eagle3", untrained_head)
+    speculates = (*flags_of("eagle3", untrained_head), "--enable-custom-logit-processor")
     with launch_server(*flags, *small, *speculates, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda prompt: ask(server, prompt), WITHIN_BUDGET))
@@ -173,3 +175,7 @@ def test_the_dense_backend_answers_as_without_speculation(
         steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
         assert 0 < steps <= sum(len(answer["output_ids"]) - 1 for answer in answers)
         assert len(ask(server, (2000, 700))["output_ids"]) == TOKENS
+        with ThreadPoolExecutor(8) as clients:
+            sampled = dict(zip(CASES, clients.map(lambda name: ask_case(server, name), CASES), strict=True))
+        for name, answer in sampled.items():
+            assert answer["output_ids"] == sampled_without[name]["output_ids"], name

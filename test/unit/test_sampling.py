@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.speculative import eagle_utils
 from torch import Tensor
@@ -25,6 +26,8 @@ from sglang_oasis.sampling.history import RequestThen, output_tokens, show
 from sglang_oasis.sampling.penalties import penalise, recount
 from sglang_oasis.sampling.seeds import draw, seeds_of
 from sglang_oasis.sampling.verification import LooksBack, verify
+from sglang_oasis.seams import logit_processors
+from sglang_oasis.seams import sampling as sampling_seam
 from sglang_oasis.seams.sampling import _sample_with_seeds
 
 VOCABULARY, EOS = 11, 9
@@ -359,3 +362,40 @@ def test_processors_run_at_each_place_with_the_drafts_before_it() -> None:
     logits[3:, 1] = 0
     assert verified(logits, [[5, 5], [8, 9]], info, looks_back)[0] == [[5, 5, 5], [8, 9, 10]]
     assert verified(logits, [[5, 5], [8, 3]], info, looks_back)[0] == [[5, 5, 5], [8, 9]]
+
+
+class Fails:
+    """Writes first."""
+
+    def __call__(self, logits: Tensor, params: list[dict[str, Any]]) -> Tensor:
+        logits.fill_(7)
+        raise KeyError("token_ids")
+
+
+def test_a_processor_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request([4], custom_params={}), request([5]), request([6], custom_params={})]
+    for one in requests:
+        one.to_finish = None
+    show_all = {"__req__": requests[2]}
+    entries = {
+        1: ProcessorEntry(processor=Fails(), rows=[0], indices=torch.tensor([0])),
+        2: ProcessorEntry(processor=NextAfterLast(), rows=[2], indices=torch.tensor([2])),
+    }
+    info = info_of(requests, custom_params=[{}, None, show_all], custom_logit_processor=entries)
+    running = LooksBack(requests, [one.output_ids for one in requests], None, processes=True)
+    monkeypatch.setattr(sampling_seam, "_running", running)
+    logits = torch.zeros(3, VOCABULARY)
+    logit_processors._apply(sglang_sampler.apply_custom_logit_processor, logits, info)
+    assert requests[0].to_finish.message == (
+        "The custom logit processor Fails failed (KeyError: 'token_ids'): check its custom_params."
+    )
+    assert [one.to_finish for one in requests[1:]] == [None, None]
+    assert logits[:2].tolist() == [[0.0] * VOCABULARY] * 2
+    assert logits[2].argmax() == 7
+
+
+def test_what_is_no_processor_is_refused() -> None:
+    for serialized in ("", "{}", "no JSON", '{"callable": "00"}', DisallowedTokensLogitsProcessor.to_str()[:-9]):
+        with pytest.raises(ValueError, match="custom_logit_processor cannot be loaded"):
+            logit_processors.check_custom_logit_processor(serialized)
+    logit_processors.check_custom_logit_processor(DisallowedTokensLogitsProcessor.to_str())

@@ -39,6 +39,7 @@ def seams() -> list[Seam]:
         http_server,
         internal_state,
         kv_pool,
+        logit_processors,
         post_capture_sizing,
         sampling,
         sizing,
@@ -55,6 +56,7 @@ def seams() -> list[Seam]:
         *internal_state.SEAMS,
         *sampling.SEAMS,
         *hidden_states.SEAMS,
+        *logit_processors.SEAMS,
         *speculation.SEAMS,
         *http_server.SEAMS,
     ]

@@ -24,7 +24,7 @@ _running: LooksBack | None = None
 
 
 def looks_back() -> LooksBack | None:
-    """What the batch that runs now depends on beside its logits."""
+    """What the batch that ran last depends on beside its logits; with a grammar its sampling may still be due."""
     return _running
 
 
@@ -38,7 +38,7 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     try:
         return original(scheduler, batch, *args, **kwargs)
     finally:
-        _running = info.sampling_seed = None  # batches with and without seeds are merged
+        info.sampling_seed = None  # batches with and without seeds are merged
 
 
 def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:
