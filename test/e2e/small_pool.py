@@ -33,6 +33,7 @@ FLAGS = (
     *("--load-snapshot-publish-interval", "1"),  # else /v1/loads tells the past
     *("--lookahead-kv-audit-interval", "4"),
     "--enable-metrics",
+    *("--enable-custom-logit-processor", "--enable-return-hidden-states"),
 )
 ENVIRONMENT = {
     "SGLANG_OASIS_CHECK_INTEGRITY": "1",

@@ -48,6 +48,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_prefill_cp": (False,),
     "kv_canary": ("none",),
     "enable_deterministic_inference": (False,),
+    "speculative_accept_threshold_single": (1.0,),
+    "speculative_accept_threshold_acc": (1.0,),
     "enable_lmcache": (False,),
     "enable_flexkv": (False,),
     "dllm_algorithm": (None,),
@@ -223,6 +225,11 @@ def _check_drafts(server_args: Any) -> None:
     algorithm = algorithm_of(server_args)
     if algorithm not in (*_ALGORITHMS, DUAL_ALGORITHM if enabled(server_args) else None):
         raise _does_not_work_with(server_args, "speculative_algorithm")
+    if algorithm is not None and server_args.enable_watermark:
+        raise LookaheadKVError(
+            f"{asked_by(server_args)} does not watermark what {algorithm} speculates: leave out --enable-watermark or "
+            f"the speculation."
+        )
     path = server_args.speculative_draft_model_path
     if path is not None and algorithm != EAGLE3:
         raise LookaheadKVError(
