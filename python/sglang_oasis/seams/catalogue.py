@@ -33,6 +33,7 @@ def seams() -> list[Seam]:
     """Every hook of this package but the one on ServerArgs."""
     from sglang_oasis.seams import (
         beam_search,
+        cpu_topology,
         forward_batch,
         fused_kv_write,
         http_server,
@@ -44,6 +45,7 @@ def seams() -> list[Seam]:
     )
 
     return [
+        *cpu_topology.SEAMS,
         *kv_pool.SEAMS,
         *sizing.SEAMS,
         *post_capture_sizing.SEAMS,
