@@ -52,23 +52,24 @@ end_job() {
     kill "$job" 2>/dev/null && wait "$job" 2>/dev/null || true
 }
 trap end_job EXIT
-trap 'printf "\n"; say "Interrupted; the same command goes on from here"; exit 130' INT
+trap 'printf "\n"; say "Interrupted; the same command begins again"; exit 130' INT
 trap 'exit 143' TERM
 
 # Runs a command with its output in the log, and one line on the terminal that counts the seconds; false if it fails.
 attempt() { # TITLE COMMAND...
-    local title=$1 began=$SECONDS told=0 status=0
+    local title=$1 began=$SECONDS told=0 status=0 now
     printf '\n## %s\n' "$title" >>"$log"
     "${@:2}" >>"$log" 2>&1 </dev/null &
     job=$!
     while kill -0 "$job" 2>/dev/null; do
         if [[ -t 1 ]]; then
-            printf '\r[setup] %s: %d s  %s\e[K' "$title" $((SECONDS - began)) "$(tail -n 1 "$log" | tr -d '\r' | cut -c -50)"
+            now="[setup] $title: $((SECONDS - began)) s  $(tail -n 1 "$log" | tr -cd '[:print:]')"
+            printf '\r%.79s\e[K' "$now"
         elif ((SECONDS - began >= told + 30)); then
             told=$((SECONDS - began))
             say "$title: $told s so far"
         fi
-        sleep 0.2
+        sleep 0.3
     done
     wait "$job" || status=$?
     job=
@@ -175,7 +176,8 @@ case $profile in
     *) die "OASIS_PROFILE is '$profile'; it must be cpu or cuda." ;;
 esac
 
-mkdir -p "$(dirname "$venv")"
+{ mkdir -p "$(dirname "$venv")" && : >>"$venv.lock"; } 2>/dev/null ||
+    die "Nothing can be written beside $venv; set OASIS_VENV to another folder."
 exec 9>"$venv.lock"
 flock --nonblock 9 || { say "Waiting for another setup of $venv to finish" && flock 9; }
 
