@@ -63,7 +63,7 @@ def _unescaped(field: str) -> str:
 
 
 def _walk_up(mount: Mount, path: PurePosixPath) -> Iterator[Path]:
-    inside = path.is_relative_to(mount.group) and ".." not in path.parts
+    inside = path.is_relative_to(mount.group)
     folder = mount.folder / path.relative_to(mount.group) if inside else mount.folder
     while folder != mount.folder:
         yield folder

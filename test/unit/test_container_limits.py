@@ -98,6 +98,12 @@ def test_version_1_limits_count_whatever_part_of_the_tree_the_container_sees(
     assert memory.available_host_bytes(box.proc) == 3700
 
 
+def test_a_group_outside_the_namespace_is_bounded_by_what_is_visible(tmp_path: Path) -> None:
+    box = Container(tmp_path, "0::/../neighbour\n", V2)
+    box.group("", memory_max=5000, memory_current=1800)
+    assert memory.available_host_bytes(box.proc) == 3200
+
+
 @pytest.mark.parametrize("limit", [None, "max", 9223372036854771712])
 def test_without_a_limit_the_machine_decides(tmp_path: Path, limit: object) -> None:
     files = {} if limit is None else {"memory_max": limit, "memory_current": 5}
