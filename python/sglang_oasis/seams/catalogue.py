@@ -34,6 +34,7 @@ def seams() -> list[Seam]:
     from sglang_oasis.seams import (
         beam_search,
         control_requests,
+        cpu_topology,
         dtypes,
         forward_batch,
         fused_kv_write,
@@ -53,6 +54,7 @@ def seams() -> list[Seam]:
 
     return [
         *dtypes.SEAMS,
+        *cpu_topology.SEAMS,
         *kv_pool.SEAMS,
         *sizing.SEAMS,
         *post_capture_sizing.SEAMS,

@@ -10,19 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_oasis.cpus import allowed_cpus, usable_cpus
 from sglang_oasis.errors import LookaheadKVError
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def wait_passively() -> None:
-    """Let OpenMP threads of the processes to be started sleep at barriers instead of spinning.
+def share_the_cores() -> None:
+    """Let the OpenMP threads of the processes to be started fit the machine; what the user has set stays.
 
-    The forward pass shares the cores with the background pipeline. A thread that spins while its partner is
-    descheduled blocks both: on a machine whose cores are all busy, a decode step took 60 times as long. A value of
-    OMP_WAIT_POLICY that is set already stays.
+    They sleep at barriers instead of spinning: the forward pass shares the cores with the background pipeline, and a
+    thread that spins while its partner is descheduled blocks both. On a machine whose cores are all busy, a decode step
+    took 60 times as long. And where a container limits CPU time, there are no more of them than that pays for: OpenMP
+    counts CPUs only, and torch with it. The native threads follow torch's number.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (threads := usable_cpus()) < allowed_cpus():
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def check_port(host: str | None, port: int) -> None:

@@ -18,7 +18,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
 from sglang_oasis.seams import dtypes
-from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
+from sglang_oasis.seams.launch_environment import check_model_folder, share_the_cores
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
@@ -144,7 +144,7 @@ def check_after_resolution(server_args: Any) -> None:
             f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: leave it out."
         )
     if view.device == "cpu":
-        wait_passively()
+        share_the_cores()
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
