@@ -13,7 +13,8 @@ typedef uint32_t Vu __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Vu16 __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t Vu8 __attribute__((vector_size(kLanes)));
 
-#define OASIS_INLINE static inline __attribute__((always_inline))
+#define OASIS_ALWAYS_INLINE __attribute__((always_inline))
+#define OASIS_INLINE static inline OASIS_ALWAYS_INLINE
 
 template <typename V>
 OASIS_INLINE V load(const void* from) {
@@ -45,14 +46,26 @@ OASIS_INLINE Vi lane_index() {
 }
 
 // The element types. bfloat16 and float16 are converted by hand: compilers before GCC 13 lack one type or the other.
+// `read_two` reads 2 kLanes elements with no shuffle: of 16 bits, the even ones and the odd ones, where kAlternate says so.
 struct Float32 {
   using Element = float;
+  static constexpr bool kAlternate = false;
+  OASIS_INLINE void read_two(const Element* from, Vf& first, Vf& second) {
+    first = load<Vf>(from);
+    second = load<Vf>(from + kLanes);
+  }
   OASIS_INLINE Vf read(const Element* from) { return load<Vf>(from); }
   OASIS_INLINE void write(Element* to, Vf v) { store(to, v); }
 };
 
 struct BFloat16 {
   using Element = uint16_t;
+  static constexpr bool kAlternate = true;
+  OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
+    const Vu pairs = load<Vu>(from);
+    even = (Vf)(pairs << 16);
+    odd = (Vf)(pairs & 0xffff0000u);
+  }
   OASIS_INLINE Vf read(const Element* from) { return (Vf)(__builtin_convertvector(load<Vu16>(from), Vu) << 16); }
   OASIS_INLINE void write(Element* to, Vf v) {
     const Vu bits = (Vu)v;
@@ -64,8 +77,14 @@ struct BFloat16 {
 
 struct Float16 {
   using Element = uint16_t;
-  OASIS_INLINE Vf read(const Element* from) {
-    const Vu bits = __builtin_convertvector(load<Vu16>(from), Vu);
+  static constexpr bool kAlternate = true;
+  OASIS_INLINE Vf read(const Element* from) { return widen(__builtin_convertvector(load<Vu16>(from), Vu)); }
+  OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
+    const Vu pairs = load<Vu>(from);
+    even = widen(pairs & 0xffffu);
+    odd = widen(pairs >> 16);
+  }
+  OASIS_INLINE Vf widen(Vu bits) {
     const Vu magnitude = (bits & 0x7fffu) << 13;
     // The multiplication moves the exponent's bias and gets subnormals right; infinities and NaNs need their exponent.
     const Vu scaled = (Vu)((Vf)magnitude * 0x1p112f);
@@ -198,15 +217,16 @@ OASIS_INLINE Vf reduce_four(Vf a, Vf b, Vf c, Vf d) {
   return add_quarters(interleave_pairs<false>(ab, cd) + interleave_pairs<true>(ab, cd));
 }
 
-// The inner loops sum into tiles of rows times vectors that stay in registers: 16 of them, or 32.
-#if OASIS_VECTOR_BYTES == 64
+// The inner loops sum into tiles of rows times vectors that stay in registers: 32 of them, or 16.
+#if OASIS_VECTOR_BYTES == 64 || defined(__aarch64__)
+constexpr bool kWideTile = true;
 constexpr int kTileRows = 6, kTileVectors = 4;
 #elif OASIS_VECTOR_BYTES == 32
+constexpr bool kWideTile = false;
 constexpr int kTileRows = 6, kTileVectors = 2;
-#elif defined(__x86_64__)
-constexpr int kTileRows = 3, kTileVectors = 4;
 #else
-constexpr int kTileRows = 6, kTileVectors = 4;
+constexpr bool kWideTile = false;
+constexpr int kTileRows = 3, kTileVectors = 4;  // no instruction loads a number into all lanes: fewer rows
 #endif
 
 template <int kCount>
