@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "logit_bias": ({"logit_bias": {"28": -100, "198": 4.5}}, {}),
     "logit_bias and frequency_penalty": ({"logit_bias": {"28": 30}, "frequency_penalty": 2}, {}),
-    "stop_regex": ({"stop_regex": "[aeiou][a-z] "}, {}),
+    "stop_regex": ({"stop_regex": "n[a-d], "}, {}),
     "ignore_eos": ({"logit_bias": {"2": 100}, "ignore_eos": True}, {}),
     "end of text": ({"logit_bias": {"2": 100}}, {}),
     "end of text, later": ({"logit_bias": {"2": 100}, "min_new_tokens": 9}, {}),

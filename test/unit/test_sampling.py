@@ -44,7 +44,6 @@ def request(said: list[int] | None = None, **sampling: Any) -> Any:
         origin_input_ids=array("q", [1, 2]),
         eos_token_ids=None,
         tokenizer=tokenizer,
-        finished=lambda: False,
     )
 
 
@@ -136,7 +135,6 @@ def histories(batch: Any, *unprocessed: Any) -> list[list[int]]:
 
 def test_tokens_that_are_not_processed_yet_count() -> None:
     a, b, c = request([1, 2]), request([5]), request()
-    c.finished = lambda: True
     running, _ = step([a, b], extend=False, speculates=False)
     decoded = step([b, c, a], False, False, next_token_ids=torch.tensor([7, 8, 9]))
     assert histories(running, decoded) == [[1, 2, 9], [5, 7]]
