@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({}, {}),
     "min_p of one": ({"temperature": 3, "min_p": 1.0}, {}),
     "seed": (SEEDED, {}),
-    "seed, top_k, top_p and min_p": ({**SEEDED, "top_k": 40, "top_p": 0.8, "min_p": 0.02}, {}),
+    "seed, top_k, top_p and min_p": ({**SEEDED, "temperature": 3, "top_k": 40, "top_p": 0.8, "min_p": 0.02}, {}),
     "negative seed": ({"temperature": 0.9, "sampling_seed": -(2**63)}, {}),
     "frequency_penalty": ({"frequency_penalty": 2}, {}),
     "presence_penalty": ({"presence_penalty": 2}, {}),

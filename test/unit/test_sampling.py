@@ -28,7 +28,7 @@ from sglang_oasis.sampling.seeds import draw, seeds_of
 from sglang_oasis.sampling.verification import LooksBack, verify
 from sglang_oasis.seams import logit_processors
 from sglang_oasis.seams import sampling as sampling_seam
-from sglang_oasis.seams.sampling import _sample_with_seeds
+from sglang_oasis.seams.sampling import _sample_from_probs
 
 VOCABULARY, EOS = 11, 9
 FILTERS = {"temperature": 1.0, "top_k": 2**30, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None}
@@ -232,7 +232,7 @@ def test_a_seed_gives_the_same_token_whatever_is_beside_it() -> None:
 def verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets SGLang's verification and sampler run outside a server, seeds in place."""
     original = sglang_sampler.Sampler._sample_from_probs
-    seeded = functools.partial(_sample_with_seeds, original)
+    seeded = functools.partial(_sample_from_probs, original)
     monkeypatch.setattr(sglang_sampler.Sampler, "_sample_from_probs", lambda *args: seeded(*args))
     spec = SimpleNamespace(speculative_use_rejection_sampling=False)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: spec)
@@ -300,6 +300,15 @@ def test_min_p_of_one_is_greedy() -> None:
     assert verified(logits, [best[:3]], info)[0] == [best]
     wrong = (best[1] + 1) % VOCABULARY
     assert verified(logits, [[best[0], wrong, best[2]]], info)[0] == [best[:2]]
+
+
+@pytest.mark.usefixtures("verifies")
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_place_where_every_token_is_forbidden_stops_nobody(seed: int | None) -> None:
+    logits = torch.full((6, VOCABULARY), -torch.inf)
+    logits[0, 4] = logits[3:, 7] = 0
+    tokens, _ = verified(logits, [[3, 3], [7, 7]], info_of([request(sampling_seed=seed)] * 2))
+    assert tokens == [[4], [7, 7, 7]]
 
 
 @pytest.mark.usefixtures("verifies")

@@ -54,9 +54,11 @@ def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:
     return LooksBack(list(batch.reqs), histories, penalties, info.has_custom_logit_processor)
 
 
-def _sample_with_seeds(
+def _sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs: Any, info: Any, positions: Any, simple_sampling_case: bool
 ) -> Any:
+    # Where every token is forbidden, as behind a draft that a grammar forbids, torch.multinomial would raise.
+    probs = probs.nan_to_num(nan=1.0)
     if info.sampling_seed is None:
         return original(sampler, probs, info, positions, simple_sampling_case)
     tokens, capture = draw(probs, info, positions), None
@@ -70,7 +72,7 @@ def _sample_with_seeds(
 
 SEAMS = [
     Seam("managers.scheduler.Scheduler.run_batch", _run_batch, "AROUND"),
-    Seam("layers.sampler.Sampler._sample_from_probs", _sample_with_seeds, "AROUND"),
+    Seam("layers.sampler.Sampler._sample_from_probs", _sample_from_probs, "AROUND"),
     *(
         [Seam("sampling.penaltylib.repetition_penalty.apply_scaling_penalties", scale, "REPLACE")]
         if cpu_platform_wanted()
