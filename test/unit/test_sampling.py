@@ -26,8 +26,7 @@ from sglang_oasis.sampling.history import RequestThen, output_tokens, show
 from sglang_oasis.sampling.penalties import penalise, recount
 from sglang_oasis.sampling.seeds import draw, seeds_of
 from sglang_oasis.sampling.verification import LooksBack, verify
-from sglang_oasis.seams import logit_processors
-from sglang_oasis.seams import sampling as sampling_seam
+from sglang_oasis.seams import logit_processors, running_batch
 from sglang_oasis.seams.sampling import _sample_from_probs
 
 VOCABULARY, EOS = 11, 9
@@ -44,6 +43,7 @@ def request(said: list[int] | None = None, **sampling: Any) -> Any:
         origin_input_ids=array("q", [1, 2]),
         eos_token_ids=None,
         tokenizer=tokenizer,
+        finished=lambda: False,
     )
 
 
@@ -390,7 +390,7 @@ def test_a_processor_that_fails_ends_its_requests_alone(monkeypatch: pytest.Monk
     }
     info = info_of(requests, custom_params=[{}, None, show_all], custom_logit_processor=entries)
     running = LooksBack(requests, [one.output_ids for one in requests], None, processes=True)
-    monkeypatch.setattr(sampling_seam, "_running", running)
+    monkeypatch.setattr(running_batch, "_running", running)
     logits = torch.zeros(3, VOCABULARY)
     logit_processors._apply(sglang_sampler.apply_custom_logit_processor, logits, info)
     assert requests[0].to_finish.message == (
@@ -406,3 +406,22 @@ def test_what_is_no_processor_is_refused() -> None:
         with pytest.raises(ValueError, match="custom_logit_processor cannot be loaded"):
             logit_processors.check_custom_logit_processor(serialized)
     logit_processors.check_custom_logit_processor(DisallowedTokensLogitsProcessor.to_str())
+
+
+def test_a_row_that_was_freed_before_its_batch_ran_is_given_up_again() -> None:
+    """SGLang processes the earlier result first where a grammar wants it, and that may finish a request."""
+    requests = [request([1]), request([2])]
+    orchestrator, _batch = orchestrator_of(requests)
+    info = info_of(requests, penalizer_orchestrator=orchestrator)
+    events: list[Any] = []
+    pool = SimpleNamespace(_aux_cache=SimpleNamespace(free=events.append))
+    scheduler = SimpleNamespace(req_to_token_pool=pool)
+    batch = SimpleNamespace(reqs=requests, sampling_info=info, device="cpu", req_pool_indices=torch.tensor([5, 9]))
+
+    def run(_scheduler: Any, _batch: Any) -> None:
+        events.append("ran")
+        requests[0].finished = lambda: True  # this one's row is freed later, by SGLang
+
+    requests[1].finished = lambda: True
+    running_batch._run_batch(run, scheduler, batch)
+    assert events == ["ran", 9]

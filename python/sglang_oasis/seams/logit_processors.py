@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.sampling import looks_back
+from sglang_oasis.seams.running_batch import looks_back
 
 _log = logging.getLogger(__name__)
 
