@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `managers/scheduler.Scheduler.run_batch` (every batch passes it, with results of an earlier one
 still unprocessed in `result_queue`) and `is_disable_overlap_for_batch` (NGRAM's batches with a grammar first have the
-earlier result processed, which may finish requests of theirs: these run once more, on rows that were freed). AROUND: what
-a step looks back at is there while it runs. Remove the parts where upstream's penalizers count exactly, and where
+earlier result processed, which may finish requests of theirs: these run once more, on rows that were freed). AROUND:
+what a step looks back at is there while it runs. Remove the parts where upstream's penalizers count exactly, and where
 finished requests leave the batch.
 """
 

@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `layers/sampler.Sampler._sample_from_probs`,
 `sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. `seams/running_batch.py` has what a batch looks back
-at, `seams/speculation.py` hands verification to `sampling/verification.py`. Remove the first where upstream's seeds need
-no deterministic mode, the second where a CPU does not compile it.
+at, `seams/speculation.py` hands verification to `sampling/verification.py`. Remove the first where upstream's seeds
+need no deterministic mode, the second where a CPU does not compile it.
 """
 
 from __future__ import annotations
