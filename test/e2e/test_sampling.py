@@ -114,7 +114,7 @@ def test_stop_strings(source_server: Server, expected: dict[str, dict[str, Any]]
 
 
 def test_a_stop_regex_ends_the_answer(expected: dict[str, dict[str, Any]]) -> None:
-    assert re.search("[aeiou][a-z] ", expected["greedy"]["text"])
+    assert re.search("n[a-d], ", expected["greedy"]["text"])
     assert len(expected["stop_regex"]["output_ids"]) < TOKENS
 
 

@@ -26,9 +26,8 @@ from sglang_oasis.sampling.history import RequestThen, output_tokens, show
 from sglang_oasis.sampling.penalties import penalise, recount
 from sglang_oasis.sampling.seeds import draw, seeds_of
 from sglang_oasis.sampling.verification import LooksBack, verify
-from sglang_oasis.seams import logit_processors
-from sglang_oasis.seams import sampling as sampling_seam
-from sglang_oasis.seams.sampling import _sample_with_seeds
+from sglang_oasis.seams import logit_processors, running_batch
+from sglang_oasis.seams.sampling import _sample_from_probs
 
 VOCABULARY, EOS = 11, 9
 FILTERS = {"temperature": 1.0, "top_k": 2**30, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None}
@@ -136,7 +135,6 @@ def histories(batch: Any, *unprocessed: Any) -> list[list[int]]:
 
 def test_tokens_that_are_not_processed_yet_count() -> None:
     a, b, c = request([1, 2]), request([5]), request()
-    c.finished = lambda: True
     running, _ = step([a, b], extend=False, speculates=False)
     decoded = step([b, c, a], False, False, next_token_ids=torch.tensor([7, 8, 9]))
     assert histories(running, decoded) == [[1, 2, 9], [5, 7]]
@@ -234,7 +232,7 @@ def test_a_seed_gives_the_same_token_whatever_is_beside_it() -> None:
 def verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets SGLang's verification and sampler run outside a server, seeds in place."""
     original = sglang_sampler.Sampler._sample_from_probs
-    seeded = functools.partial(_sample_with_seeds, original)
+    seeded = functools.partial(_sample_from_probs, original)
     monkeypatch.setattr(sglang_sampler.Sampler, "_sample_from_probs", lambda *args: seeded(*args))
     spec = SimpleNamespace(speculative_use_rejection_sampling=False)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: spec)
@@ -302,6 +300,15 @@ def test_min_p_of_one_is_greedy() -> None:
     assert verified(logits, [best[:3]], info)[0] == [best]
     wrong = (best[1] + 1) % VOCABULARY
     assert verified(logits, [[best[0], wrong, best[2]]], info)[0] == [best[:2]]
+
+
+@pytest.mark.usefixtures("verifies")
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_place_where_every_token_is_forbidden_stops_nobody(seed: int | None) -> None:
+    logits = torch.full((6, VOCABULARY), -torch.inf)
+    logits[0, 4] = logits[3:, 7] = 0
+    tokens, _ = verified(logits, [[3, 3], [7, 7]], info_of([request(sampling_seed=seed)] * 2))
+    assert tokens == [[4], [7, 7, 7]]
 
 
 @pytest.mark.usefixtures("verifies")
@@ -383,7 +390,7 @@ def test_a_processor_that_fails_ends_its_requests_alone(monkeypatch: pytest.Monk
     }
     info = info_of(requests, custom_params=[{}, None, show_all], custom_logit_processor=entries)
     running = LooksBack(requests, [one.output_ids for one in requests], None, processes=True)
-    monkeypatch.setattr(sampling_seam, "_running", running)
+    monkeypatch.setattr(running_batch, "_running", running)
     logits = torch.zeros(3, VOCABULARY)
     logit_processors._apply(sglang_sampler.apply_custom_logit_processor, logits, info)
     assert requests[0].to_finish.message == (
@@ -399,3 +406,22 @@ def test_what_is_no_processor_is_refused() -> None:
         with pytest.raises(ValueError, match="custom_logit_processor cannot be loaded"):
             logit_processors.check_custom_logit_processor(serialized)
     logit_processors.check_custom_logit_processor(DisallowedTokensLogitsProcessor.to_str())
+
+
+def test_a_row_that_was_freed_before_its_batch_ran_is_given_up_again() -> None:
+    """SGLang processes the earlier result first where a grammar wants it, and that may finish a request."""
+    requests = [request([1]), request([2])]
+    orchestrator, _batch = orchestrator_of(requests)
+    info = info_of(requests, penalizer_orchestrator=orchestrator)
+    events: list[Any] = []
+    pool = SimpleNamespace(_aux_cache=SimpleNamespace(free=events.append))
+    scheduler = SimpleNamespace(req_to_token_pool=pool)
+    batch = SimpleNamespace(reqs=requests, sampling_info=info, device="cpu", req_pool_indices=torch.tensor([5, 9]))
+
+    def run(_scheduler: Any, _batch: Any) -> None:
+        events.append("ran")
+        requests[0].finished = lambda: True  # this one's row is freed later, by SGLang
+
+    requests[1].finished = lambda: True
+    running_batch._run_batch(run, scheduler, batch)
+    assert events == ["ran", 9]

@@ -30,7 +30,7 @@ def output_tokens(batch: Any, unprocessed: Iterable[tuple[Any, Any]]) -> list[ar
     if not batch.forward_mode.is_extend():  # a chunk of a prompt before this one gave no token
         for before, result in unprocessed:
             for request, tokens in zip(before.reqs, _tokens_of(before, result), strict=True):
-                if id(request) in known and not request.finished():
+                if id(request) in known:
                     known[id(request)] = known[id(request)] + array("q", tokens)
     return [known[id(request)] for request in batch.reqs]
 

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.sampling import looks_back
+from sglang_oasis.seams.running_batch import looks_back
 
 _log = logging.getLogger(__name__)
 
@@ -47,14 +47,12 @@ def _validate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _apply(original: Callable[..., None], logits: Any, info: Any, num_tokens_in_batch: int = 1) -> None:
-    """One processor after the other; what a failed one has written is undone."""
+    """One processor after the other; each gets a copy of its rows, so one that fails leaves the logits alone."""
     for key, entry in info.custom_logit_processor.items():
-        before = logits.clone()
         try:
             original(logits, dataclasses.replace(info, custom_logit_processor={key: entry}), num_tokens_in_batch)
         except Exception as error:  # whatever its code raises
             _log.warning("custom logit processor %s failed: %r", type(entry.processor).__name__, error)
-            logits.copy_(before)
             _end(entry, error)
 
 

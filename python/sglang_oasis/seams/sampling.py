@@ -1,10 +1,9 @@
-"""Sampling parameters mean the same with overlap, after a retraction and with speculation; seeds are honoured.
+"""Seeds are honoured, a distribution without a token ends nothing, and repetition penalties need no compiler.
 
-Read from sglang 0.5.23: `managers/scheduler.Scheduler.run_batch` (every batch passes it, with results of an earlier one
-still unprocessed in `result_queue`), `layers/sampler.Sampler._sample_from_probs`,
-`sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. AROUND: what a step looks back at is there while it
-runs. `seams/speculation.py` hands verification to `sampling/verification.py`. Remove the first where upstream's
-penalizers count exactly, the second where seeds need no deterministic mode, the third where a CPU does not compile it.
+Read from sglang 0.5.23: `layers/sampler.Sampler._sample_from_probs`,
+`sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. `seams/running_batch.py` has what a batch looks back
+at, `seams/speculation.py` hands verification to `sampling/verification.py`. Remove the first where upstream's seeds
+need no deterministic mode, the second where a CPU does not compile it.
 """
 
 from __future__ import annotations
@@ -14,49 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.platform.detect import cpu_platform_wanted
-from sglang_oasis.sampling.history import output_tokens, show
-from sglang_oasis.sampling.penalties import recount, scale
-from sglang_oasis.sampling.seeds import draw, seeds_of
-from sglang_oasis.sampling.verification import LooksBack
+from sglang_oasis.sampling.penalties import scale
+from sglang_oasis.sampling.seeds import draw
 from sglang_oasis.seams.catalogue import Seam
 
-_running: LooksBack | None = None
 
-
-def looks_back() -> LooksBack | None:
-    """What the batch that ran last depends on beside its logits; with a grammar its sampling may still be due."""
-    return _running
-
-
-def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    global _running
-    info = batch.sampling_info
-    if info is None:
-        return original(scheduler, batch, *args, **kwargs)
-    _running = _prepare(batch, getattr(scheduler, "result_queue", ()))
-    info.sampling_seed = seeds_of(batch.reqs, batch.device)
-    try:
-        return original(scheduler, batch, *args, **kwargs)
-    finally:
-        info.sampling_seed = None  # batches with and without seeds are merged
-
-
-def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:
-    info = batch.sampling_info
-    penalties = info.penalizer_orchestrator if info.penalizer_orchestrator.is_required else None
-    if penalties is None and not info.has_custom_logit_processor:
-        return None
-    histories = output_tokens(batch, unprocessed)
-    if penalties is not None:
-        recount(penalties, histories)
-    if info.has_custom_logit_processor:
-        show(batch.reqs, histories)
-    return LooksBack(list(batch.reqs), histories, penalties, info.has_custom_logit_processor)
-
-
-def _sample_with_seeds(
+def _sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs: Any, info: Any, positions: Any, simple_sampling_case: bool
 ) -> Any:
+    # Where every token is forbidden, as behind a draft that a grammar forbids, torch.multinomial would raise.
+    probs = probs.nan_to_num(nan=1.0)
     if info.sampling_seed is None:
         return original(sampler, probs, info, positions, simple_sampling_case)
     tokens, capture = draw(probs, info, positions), None
@@ -69,8 +35,7 @@ def _sample_with_seeds(
 
 
 SEAMS = [
-    Seam("managers.scheduler.Scheduler.run_batch", _run_batch, "AROUND"),
-    Seam("layers.sampler.Sampler._sample_from_probs", _sample_with_seeds, "AROUND"),
+    Seam("layers.sampler.Sampler._sample_from_probs", _sample_from_probs, "AROUND"),
     *(
         [Seam("sampling.penaltylib.repetition_penalty.apply_scaling_penalties", scale, "REPLACE")]
         if cpu_platform_wanted()

@@ -20,7 +20,7 @@ from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted
 from sglang_oasis.sampling.verification import verify as verify_by_sampling
 from sglang_oasis.seams.catalogue import Seam, did_not_take
-from sglang_oasis.seams.sampling import looks_back
+from sglang_oasis.seams.running_batch import looks_back
 from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
 from sglang_oasis.speculative.chains import longest_chains
 

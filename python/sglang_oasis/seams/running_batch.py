@@ -1,0 +1,65 @@
+"""What happens around each batch that runs: its penalizers count, and a finished request's row is given up again.
+
+Read from sglang 0.5.23: `managers/scheduler.Scheduler.run_batch` (every batch passes it, with results of an earlier one
+still unprocessed in `result_queue`) and `is_disable_overlap_for_batch` (NGRAM's batches with a grammar first have the
+earlier result processed, which may finish requests of theirs: these run once more, on rows that were freed). AROUND:
+what a step looks back at is there while it runs. Remove the parts where upstream's penalizers count exactly, and where
+finished requests leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oasis.sampling.history import output_tokens, show
+from sglang_oasis.sampling.penalties import recount
+from sglang_oasis.sampling.seeds import seeds_of
+from sglang_oasis.sampling.verification import LooksBack
+from sglang_oasis.seams.catalogue import Seam
+
+_running: LooksBack | None = None
+
+
+def looks_back() -> LooksBack | None:
+    """What the batch that ran last depends on beside its logits; with a grammar its sampling may still be due."""
+    return _running
+
+
+def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    global _running
+    info = batch.sampling_info
+    if info is None:
+        return original(scheduler, batch, *args, **kwargs)
+    _running = _prepare(batch, getattr(scheduler, "result_queue", ()))
+    info.sampling_seed = seeds_of(batch.reqs, batch.device)
+    finished = [entry for entry, request in enumerate(batch.reqs) if request.finished()]
+    rows = batch.req_pool_indices[finished].tolist() if finished else []
+    try:
+        return original(scheduler, batch, *args, **kwargs)
+    finally:
+        info.sampling_seed = None  # batches with and without seeds are merged
+        _give_up(scheduler.req_to_token_pool, rows)
+
+
+def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:
+    info = batch.sampling_info
+    penalties = info.penalizer_orchestrator if info.penalizer_orchestrator.is_required else None
+    if penalties is None and not info.has_custom_logit_processor:
+        return None
+    histories = output_tokens(batch, unprocessed)
+    if penalties is not None:
+        recount(penalties, histories)
+    if info.has_custom_logit_processor:
+        show(batch.reqs, histories)
+    return LooksBack(list(batch.reqs), histories, penalties, info.has_custom_logit_processor)
+
+
+def _give_up(pool: Any, rows: list[int]) -> None:
+    """Tell who follows rows of SGLang's table that these hold no request."""
+    if pool._aux_cache is not None:
+        for row in rows:
+            pool._aux_cache.free(row)
+
+
+SEAMS = [Seam("managers.scheduler.Scheduler.run_batch", _run_batch, "AROUND")]
