@@ -43,6 +43,7 @@ def seams() -> list[Seam]:
         request_validation,
         sizing,
         speculation,
+        stop_regex,
     )
 
     return [
@@ -57,6 +58,7 @@ def seams() -> list[Seam]:
         *http_server.SEAMS,
         *request_validation.SEAMS,
         *control_requests.SEAMS,
+        *stop_regex.SEAMS,
     ]
 
 

@@ -21,6 +21,7 @@ from sglang_oasis.errors import RequestRefused
 
 INT64 = (-(2**63), 2**63 - 1)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1  # of the tokenizers' token ids
 FLOAT32_MAX = 3.4e38
 MOST_ANSWERS = 4096
 """Answers of one request, prompts times `n`: each of them is set up before the first one is served."""
@@ -57,8 +58,12 @@ def check_answers(prompts: int, sampling: Any) -> None:
     check_range("n", answers, (1, max(1, MOST_ANSWERS // max(1, prompts))))
 
 
-def check_sampling(sampling: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
+def check_sampling(sampling: Mapping[str, Any], struct: Any) -> None:
     """Check sampling parameters as they came in.
+
+    Args:
+        sampling: name -> value.
+        struct: SGLang's SamplingParams, a msgspec struct.
 
     Raises:
         RequestRefused: for the first one whose type is not the one that `struct` has for it; for a `stop_regex` that is

@@ -3,9 +3,10 @@
 Read from sglang 0.5.23, in the order in which a request passes them:
 `managers/io_struct.GenerateReqInput.normalize_batch_and_arguments` (and EmbeddingReqInput's), then of
 `managers/tokenizer_manager.TokenizerManager`: `_init_req_state` (splits a batch), `_validate_one_request`,
-`_create_tokenized_object` (its result goes to the scheduler). All of them only read the request, so an error of theirs
+`_create_tokenized_object` (its result goes to the scheduler). All of these only read the request, so an error of theirs
 is the request's; SGLang answers 400 to a ValueError and 500 to any other. AROUND, because errors are turned into a
-RequestRefused. Remove what upstream validates.
+RequestRefused. Besides, `entrypoints/openai/serving_tokenize.OpenAIServingDetokenize`. Remove what upstream
+validates.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 
 from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.request_rules import check_answers, check_labels, check_sampling, check_tokenized
+from sglang_oasis.seams.request_rules import (
+    UINT32_MAX,
+    check_answers,
+    check_labels,
+    check_range,
+    check_sampling,
+    check_tokenized,
+)
 
 MISREAD = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, re.error)
 """What Python raises where a value is not what the code expects."""
@@ -54,6 +62,13 @@ def _tokenize(original: Callable[..., Any], manager: Any, request: Any, *args: A
     return tokenized
 
 
+async def _detokenize(original: Callable[..., Any], serving: Any, adapted: Any, request: Any, raw: Any) -> Any:
+    tokens = request.tokens
+    for token in [token for part in tokens for token in (part if isinstance(part, list) else [part])]:
+        check_range("tokens", token, (0, UINT32_MAX))
+    return await original(serving, adapted, request, raw)
+
+
 def _prompts(request: Any) -> int:
     """Prompts in a request that has not been normalized; 1 where it has none, which SGLang refuses."""
     if isinstance(request.text, list):
@@ -62,6 +77,7 @@ def _prompts(request: Any) -> int:
     return len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else 1
 
 
+_DETOKENIZE = "entrypoints.openai.serving_tokenize.OpenAIServingDetokenize"
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 SEAMS = [
     Seam("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _normalize, "AROUND"),
@@ -69,4 +85,5 @@ SEAMS = [
     Seam(f"{_MANAGER}._init_req_state", _read, "AROUND"),
     Seam(f"{_MANAGER}._validate_one_request", _read, "AROUND"),
     Seam(f"{_MANAGER}._create_tokenized_object", _tokenize, "AROUND"),
+    Seam(f"{_DETOKENIZE}._handle_non_streaming_request", _detokenize, "AROUND"),
 ]
