@@ -98,7 +98,8 @@ def check_tokenized(request: Any, vocab_size: int, hidden_size: int) -> None:
     Raises:
         RequestRefused: names the field, its value and what is possible.
     """
-    for name, kind in _types(type(request)).items():
+    struct: Any = type(request)
+    for name, kind in _types(struct).items():
         value = getattr(request, name)
         if value is not None and not isinstance(value, (msgspec.Struct, array)) and name != "time_stats":
             check_type(name, value, kind)
@@ -166,7 +167,7 @@ def check_range(name: str, value: float, bounds: tuple[float, float]) -> None:
 
 def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     """Refuse token ids that the model has no row for."""
-    ids = np.fromiter(tokens, np.int64)
+    ids = np.array(tokens if isinstance(tokens, array) else list(tokens), np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise _refusal(f"token {outside[0]} in {name}", None, f"give 0 to {vocab_size - 1}")
