@@ -67,6 +67,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         sampling(stop_regex="((("),
         "stop_regex '(((' is not possible: missing ), unterminated subpattern at position 2",
     ),
+    "stop_regex without end": (
+        "/generate",
+        # Token 81 is "a": after thirty of them the search would take longer than the server is given.
+        sampling(stop_regex="(a+)+b", logit_bias={"81": 1e4}, max_new_tokens=64),
+        "the search takes longer than 1 s",
+    ),
     "n": ("/generate", sampling(n=10**8), "n 100000000 is not possible: give 1 to 4096"),
     "n of many": (
         "/generate",
@@ -121,6 +127,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"log_level": "xx"},
         "The logging cannot be configured so: Unknown level: 'XX'",
     ),
+    "backend of a GPU": (
+        "/init_weights_update_group",
+        {"master_address": "localhost", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "nccl"},
+        "backend 'nccl' is not available here: give gloo on a CPU",
+    ),
+    "address of nobody": (
+        "/init_weights_update_group",
+        {"master_address": "no host", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"},
+        "master_address 'no host' is not possible",
+    ),
+    "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens -1 is not possible"),
     "weights that are none": (
         "/update_weights_from_tensor",
         {"serialized_named_tensors": ["AAAA"]},
