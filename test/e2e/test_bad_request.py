@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "logprobs of the whole vocabulary": (
         "/generate",
         {**sampling(max_new_tokens=1000), "return_logprob": True, "top_logprobs_num": 49152},
-        "top_logprobs_num 49152 at 1000 positions is not possible: give at most 16777",
+        "top_logprobs_num 49152 at 1000 positions is not possible: give at most 4194",
     ),
     "stop_token_ids": (
         "/generate",

@@ -58,7 +58,7 @@ def _tokenize(original: Callable[..., Any], manager: Any, request: Any, *args: A
     _check_processor(getattr(request, "custom_logit_processor", None))
     tokenized = _read(original, manager, request, *args, **kwargs)
     model = manager.model_config
-    _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size)
+    _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size, manager.context_len)
     _read(msgpack_encode, tokenized.sampling_params)  # integers of any size may hide in custom_params
     return tokenized
 
