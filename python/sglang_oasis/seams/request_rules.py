@@ -28,7 +28,7 @@ MOST_ANSWERS = 4096
 MOST_LOGPROBS = 2**22
 """Log-probabilities of one request, positions times `top_logprobs_num` times `n`: about 1 GB in Python objects."""
 USUAL_LOGPROBS = 20
-"""As many per position are never refused: OpenAI allows them, and a request that leaves its length open asks for few."""
+"""As many per position are never refused: OpenAI allows them, and a request with an open length is mostly short."""
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, FLOAT32_MAX),
