@@ -85,7 +85,6 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop_regex": "a{99999999999}"}, "stop_regex 'a{99999999999}' is not possible"),
     ({"stop": [5]}, "stop [5] is not possible"),
     ({"json_schema": {"type": "object"}}, "json_schema {'type': 'object'} is not possible"),
-    ({"stream_interval": -1}, "stream_interval -1 is not possible"),
     ({"regex": ["a" * 100]}, f"regex ['{'a' * 58}... is not possible"),
 ]
 FINE_FIELDS: list[dict[str, Any]] = [

@@ -35,7 +35,6 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_k": (1, 2**30),  # SGLang's "all tokens"
     "repetition_penalty": (1e-6, 2),  # logits are divided by it
     "min_new_tokens": (0, INT32_MAX),
-    "stream_interval": (1, INT32_MAX),
 }
 LOGIT_BIAS_RANGE = (-1e30, 1e30)  # finite also after the division by the smallest temperature
 CONVERTED_BY_SGLANG = frozenset({"stop_token_ids", "watermark"})
