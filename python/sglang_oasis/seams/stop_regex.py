@@ -23,11 +23,11 @@ def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: 
     if not request.sampling_params.stop_regex_strs:
         return original(request, *args, **kwargs)
     previous = signal.signal(signal.SIGALRM, _too_slow)
-    signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
+    timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
     try:
         return original(request, *args, **kwargs)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, previous)
 
 
