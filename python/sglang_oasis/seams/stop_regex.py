@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from sglang_oasis.seams.catalogue import Seam
@@ -20,12 +21,19 @@ LONGEST_SEARCH = 1.0
 
 
 def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: Any) -> bool:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     if not request.sampling_params.stop_regex_strs:
         return original(request, *args, **kwargs)
     previous = signal.signal(signal.SIGALRM, _too_slow)
     timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
     try:
         return original(request, *args, **kwargs)
+    except (
+        re.error
+    ) as error:  # of the second search, which tells where the match ends: SGLang guards the first one only
+        request.finished_reason = FINISH_ABORT(f"stop_regex: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
+        return False
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, previous)
