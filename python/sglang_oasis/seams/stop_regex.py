@@ -31,7 +31,7 @@ def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: 
         return original(request, *args, **kwargs)
     except (
         re.error
-    ) as error:  # of the second search, which tells where the match ends: SGLang guards the first one only
+    ) as error:  # of the second search, where the match ends: SGLang guards the first one only
         request.finished_reason = FINISH_ABORT(f"stop_regex: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
         return False
     finally:
