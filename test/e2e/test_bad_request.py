@@ -138,6 +138,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "master_address 'no host' is not possible",
     ),
     "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens -1 is not possible"),
+    "log level of requests": (
+        "/configure_logging",
+        {"log_requests": True, "log_requests_level": 99},  # SGLang keeps it, and fails on each request that follows
+        "Invalid --log-requests-level: self.log_requests_level=99",
+    ),
+    "tool parser": (
+        "/parse_function_call",
+        {"text": "a", "tools": [], "tool_call_parser": "nope"},
+        "Unsupported tool_call_parser: nope",
+    ),
+    "reasoning parser": ("/separate_reasoning", {"text": "a", "reasoning_parser": "nope"}, "nope"),
+    "chat: template": (
+        "/v1/chat/completions",
+        chat(chat_template_kwargs={"messages": 5}),
+        "The request cannot be read",
+    ),
     "weights that are none": (
         "/update_weights_from_tensor",
         {"serialized_named_tensors": ["AAAA"]},

@@ -157,10 +157,13 @@ def _slow_down(original: Callable[..., Any], manager: Any, request: Any, *args: 
 
 
 def _configure_logging(original: Callable[..., None], manager: Any, request: Any) -> None:
+    log = manager.request_logger
+    before = {name: getattr(log, name) for name in ("log_requests", "log_requests_level", "log_requests_format")}
     try:
         original(manager, request)
     except (ValueError, TypeError, LookupError) as error:
-        raise RequestRefused(f"The logging cannot be configured so: {error}.") from error
+        log.configure(**before)  # SGLang has set them by now, and each request that follows would fail
+        raise RequestRefused(f"The logging cannot be configured so: {str(error).rstrip('.')}.") from error
 
 
 _SCHEDULER = "managers.scheduler.Scheduler"

@@ -1,6 +1,7 @@
 """Refuses at the door what would end a scheduler: every request passes here, from each endpoint and from an Engine.
 
-Read from sglang 0.5.23, in the order in which a request passes them:
+Read from sglang 0.5.23, in the order in which a request passes them: `_convert_to_internal_request` of
+`entrypoints/openai/serving_chat.OpenAIServingChat` and `serving_completions.OpenAIServingCompletion`,
 `managers/io_struct.GenerateReqInput.normalize_batch_and_arguments` (and EmbeddingReqInput's), then of
 `managers/tokenizer_manager.TokenizerManager`: `_init_req_state` (splits a batch), `_validate_one_request`,
 `_create_tokenized_object` (its result goes to the scheduler). All of these only read the request, so an error of theirs
@@ -92,13 +93,15 @@ def _prompts(request: Any) -> int:
     return len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else 1
 
 
-_DETOKENIZE = "entrypoints.openai.serving_tokenize.OpenAIServingDetokenize"
+_OPENAI = "entrypoints.openai"
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 SEAMS = [
+    Seam(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _read, "AROUND"),
+    Seam(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _read, "AROUND"),
     Seam("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _normalize, "AROUND"),
     Seam("managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", _read, "AROUND"),
     Seam(f"{_MANAGER}._init_req_state", _read, "AROUND"),
     Seam(f"{_MANAGER}._validate_one_request", _read, "AROUND"),
     Seam(f"{_MANAGER}._create_tokenized_object", _tokenize, "AROUND"),
-    Seam(f"{_DETOKENIZE}._handle_non_streaming_request", _detokenize, "AROUND"),
+    Seam(f"{_OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request", _detokenize, "AROUND"),
 ]

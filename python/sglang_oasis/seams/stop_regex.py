@@ -29,9 +29,7 @@ def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: 
     timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
     try:
         return original(request, *args, **kwargs)
-    except (
-        re.error
-    ) as error:  # of the second search, where the match ends: SGLang guards the first one only
+    except re.error as error:  # of the second search, where the match ends: SGLang guards the first one only
         request.finished_reason = FINISH_ABORT(f"stop_regex: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
         return False
     finally:
