@@ -1,4 +1,4 @@
-"""A control request that fails in the scheduler is answered with its failure; one to generate is none of its business."""
+"""A control request that fails in the scheduler is answered with its failure, and ends nothing."""
 
 from __future__ import annotations
 
