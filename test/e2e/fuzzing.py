@@ -217,7 +217,6 @@ CONTROL: dict[str, dict[str, Any]] = {
     "/separate_reasoning": {"text": "a", "reasoning_parser": "deepseek-r1"},
     "/v1/messages": {**MODEL, "messages": MESSAGES, "max_tokens": 4},
     "/api/generate": {**MODEL, "prompt": "a", "stream": False, "options": {"num_predict": 4}},
-    "/vertex_generate": {"instances": [{"text": "a"}], "parameters": {"sampling_params": SAMPLING}},
 }
 
 

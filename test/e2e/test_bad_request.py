@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "logprobs of the whole vocabulary": (
         "/generate",
         {**sampling(max_new_tokens=1000), "return_logprob": True, "top_logprobs_num": 49152},
-        "top_logprobs_num 49152 at 1000 positions is not possible: give at most 16777",
+        "top_logprobs_num 49152 at 1000 positions is not possible: give at most 4194",
     ),
     "stop_token_ids": (
         "/generate",
@@ -66,6 +66,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "/generate",
         sampling(stop_regex="((("),
         "stop_regex '(((' is not possible: missing ), unterminated subpattern at position 2",
+    ),
+    "stop_regex without end": (
+        "/generate",
+        # Token 81 is "a": after thirty of them the search would take longer than the server is given.
+        sampling(stop_regex="(a+)+b", logit_bias={"81": 1e4}, max_new_tokens=64),
+        "the search takes longer than 1 s",
     ),
     "n": ("/generate", sampling(n=10**8), "n 100000000 is not possible: give 1 to 4096"),
     "n of many": (
@@ -120,6 +126,33 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "/configure_logging",
         {"log_level": "xx"},
         "The logging cannot be configured so: Unknown level: 'XX'",
+    ),
+    "backend of a GPU": (
+        "/init_weights_update_group",
+        {"master_address": "localhost", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "nccl"},
+        "backend 'nccl' is not available here: give gloo on a CPU",
+    ),
+    "address of nobody": (
+        "/init_weights_update_group",
+        {"master_address": "no host", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"},
+        "master_address 'no host' is not possible",
+    ),
+    "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens -1 is not possible"),
+    "log level of requests": (
+        "/configure_logging",
+        {"log_requests": True, "log_requests_level": 99},  # SGLang keeps it, and fails on each request that follows
+        "Invalid --log-requests-level: self.log_requests_level=99",
+    ),
+    "tool parser": (
+        "/parse_function_call",
+        {"text": "a", "tools": [], "tool_call_parser": "nope"},
+        "Unsupported tool_call_parser: nope",
+    ),
+    "reasoning parser": ("/separate_reasoning", {"text": "a", "reasoning_parser": "nope"}, "nope"),
+    "chat: template": (
+        "/v1/chat/completions",
+        chat(chat_template_kwargs={"messages": 5}),
+        "The request cannot be read",
     ),
     "weights that are none": (
         "/update_weights_from_tensor",
@@ -203,7 +236,7 @@ def test_a_profile_that_cannot_be_written_ends_nothing(small_pool_server: Server
     nowhere = tmp_path / "file"
     nowhere.touch()
     assert small_pool_server.post("/start_profile", num_steps=1, output_dir=str(nowhere / "folder")).ok
-    assert_serves(small_pool_server)
+    small_pool_server.generate("Once upon a time", max_new_tokens=8)
     profile(small_pool_server, tmp_path / "somewhere")
 
 

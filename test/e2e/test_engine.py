@@ -25,14 +25,18 @@ if __name__ == "__main__":
     engine = sglang.Engine(model_path=request["model"], dtype="float32", enable_lookahead_kv=True, **request["flags"])
     try:
         answer = engine.generate(input_ids=request["prompt"], sampling_params={"max_new_tokens": 16, "temperature": 0})
+        try:
+            engine.generate(input_ids=[5, -1])
+        except ValueError as error:
+            refusal = str(error)
         state = engine.get_server_info()["internal_states"][0]["lookahead_kv"]
-        print("ANSWER", json.dumps({"ids": answer["output_ids"], "config": state["config"]}))
+        print("ANSWER", json.dumps({"ids": answer["output_ids"], "config": state["config"], "refusal": refusal}))
     finally:
         engine.shutdown()
 """
 
 
-def test_the_engine_answers_as_the_server_does(small_pool_server: Server, tmp_path: Path) -> None:
+def test_the_engine_answers_and_refuses_as_the_server_does(small_pool_server: Server, tmp_path: Path) -> None:
     prompt = text(700, 500)
     flags = {
         "lookahead_kv_budget_tokens": BUDGET,
@@ -52,3 +56,4 @@ def test_the_engine_answers_as_the_server_does(small_pool_server: Server, tmp_pa
     answer = json.loads(line.removeprefix("ANSWER "))
     assert answer["ids"] == small_pool_server.generate(prompt, max_new_tokens=16)["output_ids"]
     assert answer["config"]["budget_tokens"] == BUDGET
+    assert answer["refusal"].startswith("token -1 in input_ids is not possible")

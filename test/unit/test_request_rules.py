@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.request_rules import check_answers, check_labels, check_sampling, check_tokenized
 
-VOCABULARY, WIDTH = 100, 8
+VOCABULARY, WIDTH, CONTEXT = 100, 8, 10**6
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
 
 
@@ -44,7 +44,7 @@ def refusal(sampling: dict[str, Any] | None = None, **fields: Any) -> str | None
     """The sentence with which a request is refused; None if it is not."""
     try:
         check_sampling(sampling or {}, SamplingParams)
-        check_tokenized(tokenized(sampling, **fields), VOCABULARY, WIDTH)
+        check_tokenized(tokenized(sampling, **fields), VOCABULARY, WIDTH, CONTEXT)
     except RequestRefused as error:
         sentence = str(error)
         assert sentence.endswith(".")
@@ -85,7 +85,6 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop_regex": "a{99999999999}"}, "stop_regex 'a{99999999999}' is not possible"),
     ({"stop": [5]}, "stop [5] is not possible"),
     ({"json_schema": {"type": "object"}}, "json_schema {'type': 'object'} is not possible"),
-    ({"stream_interval": -1}, "stream_interval -1 is not possible"),
     ({"regex": ["a" * 100]}, f"regex ['{'a' * 58}... is not possible"),
 ]
 FINE_FIELDS: list[dict[str, Any]] = [
@@ -132,10 +131,16 @@ def test_fields_that_would_end_a_scheduler_are_refused(fields: dict[str, Any], s
 
 
 def test_logprobs_are_bounded_by_their_number() -> None:
-    many = {"sampling": {"max_new_tokens": 10**6}, "top_logprobs_num": 20}
-    assert "top_logprobs_num 20 at 1000000 positions is not possible: give at most 16," in str(refusal(**many))
-    assert refusal(**many, return_logprob=False) is None
-    assert refusal(sampling={"max_new_tokens": 10**5}, top_logprobs_num=20) is None
+    def refused(new: int | None, number: int, n: int = 1, **fields: Any) -> str:
+        return str(refusal({"max_new_tokens": new, "n": n}, top_logprobs_num=number, **fields))
+
+    assert refused(10**5, 41) == "None"
+    assert "top_logprobs_num 42 at 100000 positions is not possible: give at most 41," in refused(10**5, 42)
+    assert refused(10**5, 42, return_logprob=False) == "None"
+    assert refused(10**5, 20, n=100) == "None"
+    assert "top_logprobs_num 21 at 10000000 positions is not possible: give at most 20," in refused(10**5, 21, n=100)
+    assert "at 999997 positions" in refused(None, 21)  # the context less the prompt
+    assert "at 1000000 positions" in refused(None, 21, logprob_start_len=0)
 
 
 @pytest.mark.parametrize(

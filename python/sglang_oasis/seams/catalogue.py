@@ -51,6 +51,7 @@ def seams() -> list[Seam]:
         sampling,
         sizing,
         speculation,
+        stop_regex,
     )
 
     return [
@@ -73,6 +74,7 @@ def seams() -> list[Seam]:
         *idle_controller.SEAMS,
         *request_validation.SEAMS,
         *control_requests.SEAMS,
+        *stop_regex.SEAMS,
     ]
 
 

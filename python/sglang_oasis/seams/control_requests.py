@@ -4,18 +4,23 @@ Read from sglang 0.5.23: `managers/scheduler.Scheduler.init_request_dispatcher` 
 `_request_dispatcher`, whose handlers run in the scheduler's loop, where an exception ends the server);
 `managers/scheduler_components/profiler_manager.SchedulerProfilerManager`: `_profile`, and `_profile_batch_predicate`,
 which runs before each batch; `managers/tokenizer_manager.TokenizerManager`: the methods in SEAMS, whose answers cannot
-carry a failure, so that what cannot be served is refused at the door. Requests to generate are not guarded here:
-`request_validation.py` refuses those that would fail. Remove when SGLang's loop survives a failing handler.
+carry a failure, so that what cannot be served is refused at the door; `utils/common.init_custom_process_group`.
+Requests to generate are not guarded here: `request_validation.py` refuses those that would fail. Remove when SGLang's
+loop survives a failing handler.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
+import torch
 
 from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
@@ -28,6 +33,8 @@ NOT_GUARDED = (
     *("TokenizedEmbeddingReqInput", "BatchTokenizedEmbeddingReqInput"),
     *("AbortReq", "ShutdownReq", "GetInternalStateReq"),  # nothing in them can be wrong
 )
+LONGEST_RENDEZVOUS = timedelta(minutes=2)
+"""Until a group that nobody joins is given up; the scheduler waits, and its watchdog ends it after five minutes."""
 SLOWEST_STEP = 60.0
 """Seconds that a step may be slowed down by; SGLang's watchdog ends a server whose step takes 300."""
 
@@ -126,6 +133,23 @@ def _needs_recorder(original: Callable[..., Any], manager: Any) -> Any:
     return original(manager)
 
 
+async def _needs_reachable_group(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """A group of processes is made in the scheduler, which waits for the others; here, what could never come about."""
+    if not torch.distributed.is_backend_available(request.backend.lower()):
+        raise RequestRefused(f"backend {request.backend!r} is not available here: give gloo on a CPU.")
+    try:
+        await asyncio.get_running_loop().getaddrinfo(request.master_address, None)
+    except (socket.gaierror, UnicodeError) as error:
+        raise RequestRefused(
+            f"master_address {request.master_address!r} is not possible ({error}): give a host that can be resolved."
+        ) from None
+    return await original(manager, request, *args)
+
+
+def _bounded_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{"timeout": LONGEST_RENDEZVOUS, **kwargs})
+
+
 def _slow_down(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
     if request.forward_sleep_time is not None:
         check_range("forward_sleep_time", request.forward_sleep_time, (0.0, SLOWEST_STEP))
@@ -133,10 +157,13 @@ def _slow_down(original: Callable[..., Any], manager: Any, request: Any, *args: 
 
 
 def _configure_logging(original: Callable[..., None], manager: Any, request: Any) -> None:
+    log = manager.request_logger
+    before = {name: getattr(log, name) for name in ("log_requests", "log_requests_level", "log_requests_format")}
     try:
         original(manager, request)
     except (ValueError, TypeError, LookupError) as error:
-        raise RequestRefused(f"The logging cannot be configured so: {error}.") from error
+        log.configure(**before)  # SGLang has set them by now, and each request that follows would fail
+        raise RequestRefused(f"The logging cannot be configured so: {str(error).rstrip('.')}.") from error
 
 
 _SCHEDULER = "managers.scheduler.Scheduler"
@@ -152,6 +179,9 @@ SEAMS = [
     Seam(f"{_MANAGER}.start_expert_distribution_record", _needs_recorder, "AROUND"),
     Seam(f"{_MANAGER}.stop_expert_distribution_record", _needs_recorder, "AROUND"),
     Seam(f"{_MANAGER}.dump_expert_distribution_record", _needs_recorder, "AROUND"),
+    Seam(f"{_MANAGER}.init_weights_update_group", _needs_reachable_group, "AROUND"),
+    Seam(f"{_MANAGER}.init_weights_send_group_for_remote_instance", _needs_reachable_group, "AROUND"),
+    Seam("utils.common.init_custom_process_group", _bounded_group, "AROUND"),
     Seam(f"{_MANAGER}.slow_down", _slow_down, "AROUND"),
     Seam(f"{_MANAGER}.configure_logging", _configure_logging, "AROUND"),
 ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.internal_state import STATE_KEY
 from sglang_oasis.seams.launch_environment import check_port
@@ -27,7 +26,7 @@ async def lookahead_kv_stats() -> dict[str, list[Any]]:
 
 
 async def refused(request: Any, error: Exception) -> Any:
-    """The answer where an endpoint does not answer a ValueError itself; in the form of those that do."""
+    """The answer where an endpoint, unlike most, does not answer 400 to a ValueError itself; in the form of those."""
     from fastapi.responses import JSONResponse
 
     return JSONResponse({"error": {"message": str(error)}}, status_code=400)
@@ -44,7 +43,7 @@ def _complete_app(server_args: Any, *args: Any, **kwargs: Any) -> None:
     known = {getattr(route, "path", None) for route in app.routes}
     if enabled(server_args) and STATS_PATH not in known:
         app.add_api_route(STATS_PATH, lookahead_kv_stats, methods=["GET"])
-    app.add_exception_handler(RequestRefused, refused)
+    app.add_exception_handler(ValueError, refused)
 
 
 SEAMS = [

@@ -21,18 +21,20 @@ from sglang_oasis.errors import RequestRefused
 
 INT64 = (-(2**63), 2**63 - 1)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1  # of the tokenizers' token ids
 FLOAT32_MAX = 3.4e38
 MOST_ANSWERS = 4096
 """Answers of one request, prompts times `n`: each of them is set up before the first one is served."""
-MOST_LOGPROBS = 2**24
-"""Log-probabilities of one request, positions times `top_logprobs_num`: about 2 GB in Python objects."""
+MOST_LOGPROBS = 2**22
+"""Log-probabilities of one request, positions times `top_logprobs_num` times `n`: about 1 GB in Python objects."""
+USUAL_LOGPROBS = 20
+"""As many per position are never refused: OpenAI allows them, and a request with an open length is mostly short."""
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, FLOAT32_MAX),
     "top_k": (1, 2**30),  # SGLang's "all tokens"
     "repetition_penalty": (1e-6, 2),  # logits are divided by it
     "min_new_tokens": (0, INT32_MAX),
-    "stream_interval": (1, INT32_MAX),
 }
 LOGIT_BIAS_RANGE = (-1e30, 1e30)  # finite also after the division by the smallest temperature
 CONVERTED_BY_SGLANG = frozenset({"stop_token_ids", "watermark"})
@@ -57,8 +59,12 @@ def check_answers(prompts: int, sampling: Any) -> None:
     check_range("n", answers, (1, max(1, MOST_ANSWERS // max(1, prompts))))
 
 
-def check_sampling(sampling: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
+def check_sampling(sampling: Mapping[str, Any], struct: Any) -> None:
     """Check sampling parameters as they came in.
+
+    Args:
+        sampling: name -> value.
+        struct: SGLang's SamplingParams, a msgspec struct.
 
     Raises:
         RequestRefused: for the first one whose type is not the one that `struct` has for it; for a `stop_regex` that is
@@ -82,25 +88,27 @@ def check_labels(labels: Mapping[str, str] | None, allowed: Iterable[str]) -> No
         raise _refusal("custom_labels", unknown, "give labels of --tokenizer-metrics-allowed-custom-labels")
 
 
-def check_tokenized(request: Any, vocab_size: int, hidden_size: int) -> None:
+def check_tokenized(request: Any, vocab_size: int, hidden_size: int, context_length: int) -> None:
     """Check a request as it goes to the scheduler.
 
     Args:
         request: a TokenizedGenerateReqInput or TokenizedEmbeddingReqInput.
         vocab_size: rows of the model's embedding.
         hidden_size: width of a row.
+        context_length: most tokens of a request, prompt and answer.
 
     Raises:
         RequestRefused: names the field, its value and what is possible.
     """
-    for name, kind in _types(type(request)).items():
+    struct: Any = type(request)
+    for name, kind in _types(struct).items():
         value = getattr(request, name)
         if value is not None and not isinstance(value, (msgspec.Struct, array)) and name != "time_stats":
             check_type(name, value, kind)
     _check_prompt(request, vocab_size, hidden_size)
     _check_sampling(request.sampling_params, vocab_size)
     if hasattr(request, "top_logprobs_num"):
-        _check_logprobs(request, vocab_size)
+        _check_logprobs(request, vocab_size, context_length)
 
 
 def _check_prompt(request: Any, vocab_size: int, hidden_size: int) -> None:
@@ -129,16 +137,19 @@ def _check_sampling(sampling: Any, vocab_size: int) -> None:
         check_range(f"logit_bias of token {token}", bias, LOGIT_BIAS_RANGE)
 
 
-def _check_logprobs(request: Any, vocab_size: int) -> None:
+def _check_logprobs(request: Any, vocab_size: int, context_length: int) -> None:
     check_range("logprob_start_len", request.logprob_start_len, (-1, INT32_MAX))
     check_range("top_logprobs_num", request.top_logprobs_num, (0, vocab_size))
-    start = request.logprob_start_len
-    prompt = len(request.input_ids or ()) - start if start >= 0 else 0
-    positions = prompt + (request.sampling_params.max_new_tokens or 0)
-    if request.return_logprob and request.top_logprobs_num * positions > MOST_LOGPROBS:
+    if not request.return_logprob or request.top_logprobs_num <= USUAL_LOGPROBS:
+        return
+    tokens, start, new = len(request.input_ids or ()), request.logprob_start_len, request.sampling_params.max_new_tokens
+    answer = min(context_length - tokens, context_length if new is None else new)
+    positions = ((tokens - start if start >= 0 else 0) + answer) * request.sampling_params.n
+    if request.top_logprobs_num * positions > MOST_LOGPROBS:
         raise RequestRefused(
             f"top_logprobs_num {request.top_logprobs_num} at {positions} positions is not possible: give at most "
-            f"{MOST_LOGPROBS // positions}, fewer max_new_tokens or a later logprob_start_len."
+            f"{max(USUAL_LOGPROBS, MOST_LOGPROBS // positions)}, a smaller max_new_tokens or n, or a later "
+            "logprob_start_len."
         )
 
 
@@ -161,7 +172,7 @@ def check_range(name: str, value: float, bounds: tuple[float, float]) -> None:
 
 def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     """Refuse token ids that the model has no row for."""
-    ids = np.fromiter(tokens, np.int64)
+    ids = np.array(tokens if isinstance(tokens, array) else list(tokens), np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise _refusal(f"token {outside[0]} in {name}", None, f"give 0 to {vocab_size - 1}")

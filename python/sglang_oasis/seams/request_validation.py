@@ -1,11 +1,13 @@
 """Refuses at the door what would end a scheduler: every request passes here, from each endpoint and from an Engine.
 
-Read from sglang 0.5.23, in the order in which a request passes them:
+Read from sglang 0.5.23, in the order in which a request passes them: `_convert_to_internal_request` of
+`entrypoints/openai/serving_chat.OpenAIServingChat` and `serving_completions.OpenAIServingCompletion`,
 `managers/io_struct.GenerateReqInput.normalize_batch_and_arguments` (and EmbeddingReqInput's), then of
 `managers/tokenizer_manager.TokenizerManager`: `_init_req_state` (splits a batch), `_validate_one_request`,
-`_create_tokenized_object` (its result goes to the scheduler). All of them only read the request, so an error of theirs
+`_create_tokenized_object` (its result goes to the scheduler). All of these only read the request, so an error of theirs
 is the request's; SGLang answers 400 to a ValueError and 500 to any other. AROUND, because errors are turned into a
-RequestRefused. Remove what upstream validates.
+RequestRefused. Besides, `entrypoints/openai/serving_tokenize.OpenAIServingDetokenize`. Remove what upstream
+validates.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from typing import Any
 
 from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.request_rules import check_answers, check_labels, check_sampling, check_tokenized
+from sglang_oasis.seams.request_rules import (
+    UINT32_MAX,
+    check_answers,
+    check_labels,
+    check_range,
+    check_sampling,
+    check_tokenized,
+)
 
 MISREAD = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, re.error)
 """What Python raises where a value is not what the code expects."""
@@ -47,11 +56,33 @@ def _tokenize(original: Callable[..., Any], manager: Any, request: Any, *args: A
     if manager.enable_metrics:
         allowed = get_observability().tokenizer_metrics_allowed_custom_labels
         check_labels(getattr(request, "custom_labels", None), allowed or ())
+    _check_processor(getattr(request, "custom_logit_processor", None))
     tokenized = _read(original, manager, request, *args, **kwargs)
     model = manager.model_config
-    _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size)
+    _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size, manager.context_len)
     _read(msgpack_encode, tokenized.sampling_params)  # integers of any size may hide in custom_params
     return tokenized
+
+
+def _check_processor(processor: str | None) -> None:
+    """Refuse a custom logit processor that the scheduler could not unpack; SGLang has checked that they are allowed."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    if not processor:
+        return
+    try:
+        CustomLogitProcessor.from_str(processor)
+    except Exception as error:
+        raise RequestRefused(
+            f"custom_logit_processor is not possible ({type(error).__name__}: {error}): give what its to_str() returns."
+        ) from None
+
+
+async def _detokenize(original: Callable[..., Any], serving: Any, adapted: Any, request: Any, raw: Any) -> Any:
+    tokens = request.tokens
+    for token in [token for part in tokens for token in (part if isinstance(part, list) else [part])]:
+        check_range("tokens", token, (0, UINT32_MAX))
+    return await original(serving, adapted, request, raw)
 
 
 def _prompts(request: Any) -> int:
@@ -62,11 +93,15 @@ def _prompts(request: Any) -> int:
     return len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else 1
 
 
+_OPENAI = "entrypoints.openai"
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 SEAMS = [
+    Seam(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _read, "AROUND"),
+    Seam(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _read, "AROUND"),
     Seam("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _normalize, "AROUND"),
     Seam("managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", _read, "AROUND"),
     Seam(f"{_MANAGER}._init_req_state", _read, "AROUND"),
     Seam(f"{_MANAGER}._validate_one_request", _read, "AROUND"),
     Seam(f"{_MANAGER}._create_tokenized_object", _tokenize, "AROUND"),
+    Seam(f"{_OPENAI}.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request", _detokenize, "AROUND"),
 ]
