@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmark.selectors import CapturedAttention
 from scripts.eagle3.head import Head
-from test.reference.sparse_reference import SparseReference, masked_attention
+from test.reference.sparse_reference import SparseReference, attending, masked_attention
 
 LAST_QUERY, DUAL, EAGLE3, ORACLE = "last-query", "dual", "EAGLE-3", "oracle"
 
@@ -109,7 +109,8 @@ def decode(reference: SparseReference, tokens: Sequence[int], steps: int, layers
     with _outputs(reference, layers) as outputs:
         prompt = reference.prefill(tokens[:-steps])
         tail = torch.tensor([tokens[-steps:]])
-        reference.model(tail, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, layer_attention=attention)
+        with attending(attention):
+            reference.model(tail, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1)
     return DecodedText(
         tokens=torch.tensor(tokens),
         steps=steps,
@@ -141,7 +142,8 @@ def _outputs(reference: SparseReference, layers: Sequence[int]) -> Iterator[dict
 def guessed(reference: SparseReference, text: DecodedText, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [L, m, Hq, D] of `tokens` [m] at `positions` [m], and what the model expects after each, [m] tokens."""
     attention = GuessAttention(text, positions)
-    out = reference.model(tokens[None], position_ids=positions[None], use_cache=False, layer_attention=attention)
+    with attending(attention):
+        out = reference.model(tokens[None], position_ids=positions[None], use_cache=False)
     return torch.stack(attention.queries), out.logits[0].argmax(-1)
 
 

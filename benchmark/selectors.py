@@ -32,7 +32,7 @@ from benchmark.texts import code, prose
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise, unpack
 from sglang_oasis.reference_model import reference_model_path
 from test.reference.corpus import Tokenizer
-from test.reference.sparse_reference import DenseAttention, SparseReference
+from test.reference.sparse_reference import DenseAttention, SparseReference, attending
 
 BUDGETS = (2048, 1024, 512)
 BLOCK_SIZES = (16, 8)
@@ -91,7 +91,8 @@ def capture(reference: SparseReference, tokens: Sequence[int]) -> list[tuple[Ten
     cache = reference.prefill(tokens[:-TAIL]).cache
     attention = CapturedAttention()
     tail = torch.tensor([tokens[-TAIL:]])
-    reference.model(tail, past_key_values=cache, use_cache=True, logits_to_keep=1, layer_attention=attention)
+    with attending(attention):
+        reference.model(tail, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return attention.layers
 
 

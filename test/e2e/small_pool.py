@@ -32,8 +32,8 @@ FLAGS = (
     *("--enable-priority-scheduling", "--default-priority-value", "0"),
     *("--load-snapshot-publish-interval", "1"),  # else /v1/loads tells the past
     *("--lookahead-kv-audit-interval", "4"),
-    "--sleep-on-idle",  # other tests' servers want the cores
     "--enable-metrics",
+    *("--enable-custom-logit-processor", "--enable-return-hidden-states"),
 )
 ENVIRONMENT = {
     "SGLANG_OASIS_CHECK_INTEGRITY": "1",

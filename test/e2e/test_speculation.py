@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig
 
-from scripts.eagle3.head import Head, HeadShape
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.sampling_cases import CASES
+from test.e2e.sampling_cases import ask as ask_case
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import (
     BUDGET,
@@ -31,6 +28,7 @@ from test.e2e.small_pool import (
     finish_type,
     text,
 )
+from test.e2e.sources import SOURCES, flags_of
 from test.e2e.test_soak import plans, soak
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -39,49 +37,11 @@ TOKENS = 40
 # (first token, length) in the corpus: some within the budget and some beyond it, some with a common prefix.
 PROMPTS = ((0, 30), (300, 100), (600, 190), (1000, 400), (2000, 700), (2000, 500), (2000, 720), (4000, 333))
 WITHIN_BUDGET = ((0, 30), (300, 100), (5000, 140), (7000, 61))
-DRAFT_VOCAB = 512
 
 
-def write_untrained_head(folder: Path) -> Path:
-    """An EAGLE-3 head for the truncated model; what it drafts is nearly always wrong."""
-    target = AutoConfig.from_pretrained(truncated_model_path(LAYERS))
-    torch.manual_seed(0)
-    head = Head(HeadShape.of(target, DRAFT_VOCAB, layers=(0, 1, 2)))
-    save_file(head.checkpoint(torch.arange(DRAFT_VOCAB), target.vocab_size), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(head.config(target)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def untrained_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_untrained_head(tmp_path_factory.mktemp("head"))
-
-
-SOURCES = {
-    "dual": ("--lookahead-kv-source", "dual"),
-    "ngram": (
-        *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
-        *("--speculative-ngram-max-bfs-breadth", "1"),
-    ),
-    "eagle3": ("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-}
-
-
-@pytest.fixture(scope="module", params=SOURCES)
-def source(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def flags_of(source: str, untrained_head: Path) -> tuple[str, ...]:
-    head = ("--speculative-draft-model-path", str(untrained_head)) if source == "eagle3" else ()
-    return (*SOURCES[source], *head)
-
-
-@pytest.fixture(scope="module")
-def server(source: str, untrained_head: Path) -> Iterator[Server]:
-    flags = (*flags_of(source, untrained_head), "--constrained-json-disable-any-whitespace")
-    with launch_server(*FLAGS, *flags, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as running:
-        yield running
+@pytest.fixture
+def server(source_server: Server) -> Server:
+    return source_server
 
 
 def ask(server: Server, prompt: tuple[int, int]) -> dict[str, Any]:
@@ -202,11 +162,11 @@ def test_drafts_that_are_only_looked_at_change_nothing_but_the_steps(
 
 
 def test_the_dense_backend_answers_as_without_speculation(
-    untrained_head: Path, expected_within_budget: list[dict[str, Any]]
+    untrained_head: Path, expected_within_budget: list[dict[str, Any]], sampled_without: dict[str, dict[str, Any]]
 ) -> None:
-    flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024", "--sleep-on-idle")
+    flags = ("--attention-backend", "oasis_cpu", "--dtype", "float32", "--context-length", "1024")
     small = ("--max-total-tokens", "2560", "--max-running-requests", "16", "--chunked-prefill-size", "64")
-    speculates = flags_of("eagle3", untrained_head)
+    speculates = (*flags_of("eagle3", untrained_head), "--enable-custom-logit-processor")
     with launch_server(*flags, *small, *speculates, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
         with ThreadPoolExecutor(4) as clients:
             answers = list(clients.map(lambda prompt: ask(server, prompt), WITHIN_BUDGET))
@@ -215,3 +175,7 @@ def test_the_dense_backend_answers_as_without_speculation(
         steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
         assert 0 < steps <= sum(len(answer["output_ids"]) - 1 for answer in answers)
         assert len(ask(server, (2000, 700))["output_ids"]) == TOKENS
+        with ThreadPoolExecutor(8) as clients:
+            sampled = dict(zip(CASES, clients.map(lambda name: ask_case(server, name), CASES), strict=True))
+        for name, answer in sampled.items():
+            assert answer["output_ids"] == sampled_without[name]["output_ids"], name

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.sources import write_untrained_head
 from test.e2e.test_bad_input import assert_refused, resolved
-from test.e2e.test_speculation import write_untrained_head
 
 pytestmark = pytest.mark.e2e
 
@@ -62,6 +62,13 @@ REFUSED: dict[tuple[str, ...], str] = {
         "does not work with --speculative-draft-kv-cache-dtype bf16: remove it."
     ),
     (*LOOKAHEAD, *EAGLE3, *HEAD, "--enable-multi-layer-eagle"): "does not work with --enable-multi-layer-eagle",
+    (*LOOKAHEAD, *NGRAM, "--speculative-accept-threshold-acc", "0.5"): (
+        "does not work with --speculative-accept-threshold-acc 0.5: remove it."
+    ),
+    (*DENSE, *NGRAM, "--speculative-accept-threshold-single", "0.5"): (
+        "does not work with --speculative-accept-threshold-single 0.5: remove it."
+    ),
+    (*DENSE, *NGRAM, "--enable-watermark"): "does not watermark what NGRAM speculates",
     (*LOOKAHEAD, "--speculative-algorithm", "standalone"): "does not work with --speculative-algorithm standalone",
     (*LOOKAHEAD, "--lookahead-kv-reject-drafts"): NO_DRAFTS,
     (*LOOKAHEAD, "--lookahead-kv-reject-drafts", "--lookahead-kv-source", "dual"): NO_DRAFTS,

@@ -42,4 +42,10 @@ def test_the_head_drafts_what_the_model_says() -> None:
             assert behind.max() < NEAR_TIE
             emitted += len(said) - 1
             verified += answer["meta_info"]["spec_verify_ct"]
+        # Accepted drafts do not show in what is sampled either.
+        sharp = server.generate(prompt, max_new_tokens=TOKENS, sampling={"temperature": 3, "min_p": 1.0})
+        assert sharp["output_ids"] == answer["output_ids"]
+        seeded = {"temperature": 0.8, "sampling_seed": 3}
+        twice = [server.generate(prompt, max_new_tokens=TOKENS, sampling=seeded)["output_ids"] for _ in range(2)]
+        assert twice[0] == twice[1] != answer["output_ids"]
     assert emitted / verified > LEAST_ACCEPTED

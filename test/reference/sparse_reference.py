@@ -9,9 +9,12 @@ Shapes as in `selection`; `n` counts decode steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +27,8 @@ from test.reference.selection import membership, minmax_scores, top_k
 from test.reference.trace import StepSelection
 
 ATTENTION_NAME = "block_sparse_reference"
+_layer_attention: ContextVar[LayerAttention] = ContextVar("layer_attention")
+"""Of the forward pass at hand; not every model hands keywords down to its attention."""
 LOOKAHEAD_PROMPT_QUERIES = 16
 
 
@@ -39,13 +44,23 @@ class LayerAttention(Protocol):
 def _attention_interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: hands the layer to the `layer_attention` given to the model's forward."""
-    layer_attention: LayerAttention = kwargs["layer_attention"]
-    output = layer_attention(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"])
+    """What transformers calls: hands the layer to the attention of the forward pass at hand."""
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    output = _layer_attention.get()(module.layer_idx, query[0], key[0], value[0], scaling)
     return output.transpose(0, 1)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+
+
+@contextmanager
+def attending(layer_attention: LayerAttention) -> Iterator[None]:
+    """Forward passes inside of it attend as `layer_attention` does."""
+    token = _layer_attention.set(layer_attention)
+    try:
+        yield
+    finally:
+        _layer_attention.reset(token)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -158,17 +173,22 @@ class Decoded(NamedTuple):
 
 
 class SparseReference:
-    """Prefills densely, decodes sparsely. `model` is switched to this module's attention and to evaluation mode."""
+    """Prefills densely, decodes sparsely. `model` is switched to this module's attention and to evaluation mode.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `kv_dtype` is that of the server's KV cache: keys and values are rounded to it, after RoPE.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         if model.dtype != torch.float32:
             raise ValueError(f"the reference is float32, the model is {model.dtype}")
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
+        self.kv_dtype = kv_dtype
+        self._forward_parameters = signature(model.forward).parameters
 
     @classmethod
-    def from_pretrained(cls, path: str | PathLike[str]) -> SparseReference:
-        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    def from_pretrained(cls, path: str | PathLike[str], kv_dtype: torch.dtype = torch.float32) -> SparseReference:
+        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), kv_dtype)
 
     def prefill(self, prompt_ids: Sequence[int], chunk: int = 1024) -> PrefilledPrompt:
         """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`."""
@@ -244,7 +264,7 @@ class SparseReference:
             count, dim = queries.shape[1:]
             scores = minmax_scores(
                 queries,
-                cached.keys[0],
+                self._rounded(cached.keys[0]),
                 first_local_block=torch.full((count,), first_local_block),
                 block_size=block_size,
                 scaling=dim**-0.5,
@@ -260,11 +280,15 @@ class SparseReference:
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int], cache: DynamicCache, attention: LayerAttention, logits: int) -> Tensor:
         """Log-probabilities after the last `logits` of `ids`: `[logits, vocab]`; `cache` grows by `ids`."""
-        output = self.model(
-            torch.tensor([list(ids)]),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits,
-            layer_attention=attention,
-        )
-        return output.logits[0].log_softmax(-1)
+
+        def on_rounded(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            # The cache keeps them exact; to round twice changes nothing.
+            return attention(layer, query, self._rounded(key), self._rounded(value), scaling)
+
+        kept = {"logits_to_keep": logits} if "logits_to_keep" in self._forward_parameters else {}  # not every model
+        with attending(on_rounded):
+            output = self.model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True, **kept)
+        return output.logits[0, -logits:].log_softmax(-1)
+
+    def _rounded(self, vectors: Tensor) -> Tensor:
+        return vectors.to(self.kv_dtype).float()

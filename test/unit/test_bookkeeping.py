@@ -29,6 +29,8 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 LAYERS, HEADS, DIM, BLOCK, ROWS = 2, 2, 16, 8, 4
 CONTEXT = 20 * BLOCK
 PAGES = 80
+KV_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+"""Of both tiers; the model's keys, values and queries are float32."""
 NEAR_TIE = 2e-4
 """Relative difference below which scores may rank in either order: the kernels' exponential has an error."""
 
@@ -64,6 +66,7 @@ class Schedule(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 1, 4, 7]),
         smoothing=st.sampled_from([0.0, 0.8]),
         seed=st.integers(0, 10_000),
+        kv_dtype=KV_DTYPES,
     )
     def start(
         self,
@@ -76,6 +79,7 @@ class Schedule(RuleBasedStateMachine):
         drafts: int,
         smoothing: float,
         seed: int,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         if self.kernels:
             assert native.load() is not None
@@ -102,7 +106,7 @@ class Schedule(RuleBasedStateMachine):
             num_layers=LAYERS,
             kv_heads=HEADS,
             head_dim=DIM,
-            dtype=torch.float32,
+            dtype=kv_dtype,
             context_length=CONTEXT,
             draft_tokens=drafts,
         )
@@ -112,7 +116,7 @@ class Schedule(RuleBasedStateMachine):
             kv_heads=HEADS,
             block_size=BLOCK,
             head_dim=DIM,
-            dtype=torch.float32,
+            dtype=kv_dtype,
             summary_format=self.layout.summary_format,
         )
         self.tier = ResidentTier(self.layout, ROWS, torch.device("cpu"))
@@ -314,7 +318,7 @@ class Schedule(RuleBasedStateMachine):
             return
         request = self.live[row]
         for head in range(HEADS):
-            keys = torch.stack([self.host.kv[layer][request.pages[b], head, 0] for b in range(candidates)])
+            keys = torch.stack([self.host.kv[layer][request.pages[b], head, 0] for b in range(candidates)]).float()
             low, high = keys.amin(1), keys.amax(1)
             midpoint, half_range = ((low + high) / 2).bfloat16().float(), ((high - low) / 2).bfloat16().float()
             group = queries.view(-1, HEADS, 2, DIM)[:, head].flatten(0, 1)

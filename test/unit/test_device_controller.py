@@ -17,7 +17,7 @@ from sglang_oasis.lookahead.device_controller import DeviceController
 from sglang_oasis.ops.streams import SerialStreams
 from test.unit.cuda_emulation import load
 from test.unit.device_ops import cuda_ops_on
-from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, ROWS, Schedule
+from test.unit.test_bookkeeping import BLOCK, CONTEXT, HEADS, KV_DTYPES, ROWS, Schedule
 
 CAPTURED = (1, 2, ROWS)
 """Batch sizes of the graphs; entries that pad a batch are the dummy row."""
@@ -43,6 +43,7 @@ class ScheduleOnDevice(Schedule):
         drafts=st.sampled_from([0, 1, 4, 7]),
         smoothing=st.sampled_from([0.0, 0.8]),
         seed=st.integers(0, 10_000),
+        kv_dtype=KV_DTYPES,
     )
     def start(self, **options: Any) -> None:
         self.use_kernels()

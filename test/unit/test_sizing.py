@@ -1,8 +1,6 @@
-"""Bytes of the tiers, their division and what a container allows."""
+"""Bytes of the tiers and their division."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.sizing import bytes_to_divide, check_host_bytes
-from sglang_oasis.tier import memory
 from sglang_oasis.tier.budget import TierBudget, divide_memory
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
@@ -119,39 +116,6 @@ def test_device_memory_for_less_than_one_request_is_refused() -> None:
     assert sizes.rows_in(2 * sizes.row_bytes) == 1
     with pytest.raises(LookaheadKVError, match="--lookahead-kv-device-gb"):
         sizes.rows_in(2 * sizes.row_bytes - 1)
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("membership", "folder", "limit", "usage", "reclaimable"),
-    [
-        ("0::/pod/box\n", "pod", "memory.max", "memory.current", "inactive_file"),
-        (
-            "4:cpu:/pod\n3:memory:/pod/box\n",
-            "memory/pod",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ],
-)
-def test_a_container_limit_of_any_ancestor_counts_but_not_its_page_cache(
-    tmp_path: Path, membership: str, folder: str, limit: str, usage: str, reclaimable: str
-) -> None:
-    write(tmp_path / "membership", membership)
-    write(tmp_path / "fs" / folder / limit, "5000\n")
-    write(tmp_path / "fs" / folder / usage, "1800\n")
-    write(tmp_path / "fs" / folder / "memory.stat", f"anon 900\n{reclaimable} 300\nactive_file 7\n")
-    write(tmp_path / "fs" / folder / "box" / limit, "max\n")
-    assert memory.available_host_bytes(tmp_path / "fs", tmp_path / "membership") == 3500
-
-
-def test_without_a_container_the_machine_decides(tmp_path: Path) -> None:
-    assert memory.available_host_bytes(tmp_path, tmp_path / "absent") > 1 << 20
 
 
 def test_the_least_host_memory_does_not_depend_on_which_layer_is_dense() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ def verify(rows: int, monkeypatch: pytest.MonkeyPatch, rejects: bool) -> tuple[l
     """Accepted tokens and places when a sampler that accepts two drafts of each row stands behind the hook."""
     monkeypatch.setattr(speculation, "rejects_drafts", lambda: rejects)
 
-    def sample(verify_input: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def sample(*args: Any) -> tuple[Any, Any, Any]:
         index = torch.arange(4).expand(rows, -1).where(torch.arange(4) < 3, -1).int()
         return torch.zeros(rows * 4), torch.full((rows,), 3, dtype=torch.int32), index.contiguous()
 
-    _, lengths, index = speculation._accept_or_reject(sample, None, None)
+    idle = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: True))  # sampling has tests of its own
+    _, lengths, index = speculation._accept_or_reject(sample, None, idle, None)
     return lengths.tolist(), index.tolist()
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.kernels.ops.sampling import renorm_triton
 from sglang.kernels.ops.speculative import cache_locs, eagle, gather_spec_extras, spec_tree
 from sglang.srt.mem_cache import allocation
 from torch import Tensor
@@ -215,62 +214,3 @@ def test_verify_tree_greedy(batch: int, width: int, chain: bool, tokens: int, se
     spec_tree.verify_tree_greedy_triton(*expected, candidates, *links[1:], target)
     ops.verify_tree_greedy(*got, candidates, *links[1:], target)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@FEW
-@given(batch=BATCHES, seed=SEEDS)
-def test_renormalising(batch: int, seed: int) -> None:
-    rng = generator(seed)
-    probs = torch.randn((batch, 50), generator=rng).softmax(-1)
-    top_ks = torch.randint(1, 60, (batch,), generator=rng)
-    top_ps = torch.rand((batch,), generator=rng) * 0.9 + 0.05
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(renorm_triton, "_prepare_probs", lambda p: p)  # it refuses what is not on a GPU
-        by_k = renorm_triton.top_k_renorm_probs_triton(probs, top_ks)
-        by_p = renorm_triton.top_p_renorm_probs_triton(probs, top_ps)
-    torch.testing.assert_close(ops.top_k_renorm_prob(probs, top_ks), by_k)
-    torch.testing.assert_close(ops.top_p_renorm_prob(probs, top_ps), by_p)
-
-
-def sampled(drafts: list[int], probs: Tensor, threshold_acc: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Many independent chains of the same drafts: accepted drafts [n], and [n, m] tokens, -1 behind the last."""
-    n, m = 20_000, len(drafts) + 1
-    rng = generator(seed)
-    predicts = torch.full((n * m,), -1, dtype=torch.int32)
-    accept_index, accepted = torch.full((n, m), -1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
-    following = torch.tensor([*range(1, m), -1]).expand(n, m)
-    ops.tree_speculative_sampling_target_only(
-        predicts,
-        accept_index,
-        accepted,
-        torch.tensor([0, *drafts]).expand(n, m),
-        torch.arange(n * m).view(n, m),
-        following,
-        torch.full((n, m), -1),
-        torch.rand((n, m), generator=rng),
-        torch.rand(n, generator=rng),
-        probs.expand(n, m, -1),
-        torch.zeros(n, m, probs.shape[-1]),
-        threshold_acc=threshold_acc,
-    )
-    places = torch.arange(m)
-    assert torch.equal(accept_index >= 0, places <= accepted[:, None])
-    return accepted, torch.where(places <= accepted[:, None], predicts.view(n, m), -1)
-
-
-def test_sampled_tokens_are_distributed_as_the_targets() -> None:
-    """The first token whatever is drafted, and the second where the first draft was accepted."""
-    probs = torch.randn((3, 6), generator=generator(1)).softmax(-1)
-    for first in range(6):
-        accepted, tokens = sampled([first, 2], probs, seed=first)
-        assert (torch.bincount(tokens[:, 0], minlength=6) / len(tokens) - probs[0]).abs().max() < 0.015
-        assert abs(float((accepted >= 1).float().mean()) - float(probs[0, first])) < 0.015
-        went_on = tokens[accepted >= 1, 1]
-        assert (torch.bincount(went_on, minlength=6) / len(went_on) - probs[1]).abs().max() < 0.05
-
-
-def test_a_lower_acceptance_threshold_accepts_more() -> None:
-    probs = torch.full((3, 6), 1 / 6)
-    strict, loose = (sampled([1, 2], probs, threshold)[0].float().mean() for threshold in (1.0, 0.5))
-    assert float(strict) == pytest.approx(1 / 6 + 1 / 36, abs=0.02)
-    assert float(loose) == pytest.approx(1 / 3 + 1 / 9, abs=0.02)

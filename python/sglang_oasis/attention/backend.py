@@ -94,7 +94,7 @@ class LookaheadAttentionBackend(TierBackend):
         plan = self._prefill
         assert plan is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self._kv_pool.start_layer
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         self.host.summarise(index, plan.completed_pages)
         out = paged_attention(query, self.host.kv[index], *plan.sequences, layer.scaling)
@@ -126,7 +126,7 @@ class LookaheadAttentionBackend(TierBackend):
         scale, clock = layer.scaling, self.clock
         clock.enter_layer()
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self._kv_pool.start_layer
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
         self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
         clock.lap("write_through")
         outs = []
@@ -172,10 +172,10 @@ class LookaheadAttentionBackend(TierBackend):
             self.tier,
             number=self._passes_begun + 1,
             rows=rows,
-            generations=torch.as_tensor(self._rows.req_generation[rows]),
+            generations=torch.as_tensor(self.req_to_token_pool.req_generation[rows]),
             lengths=lengths,
             rids=forward_batch.rids or [],
-            req_to_token=self._rows.req_to_token,
+            req_to_token=self.req_to_token_pool.req_to_token,
             tokens=tokens,
             first=first,
             singly=tokens > 1 and self.config.miss_policy == "fetch",
@@ -190,9 +190,9 @@ class LookaheadAttentionBackend(TierBackend):
         return plan_prefill(
             self.tier,
             rows=rows,
-            generations=self._rows.req_generation[rows].tolist(),
+            generations=self.req_to_token_pool.req_generation[rows].tolist(),
             prefixes=forward_batch.extend_prefix_lens_cpu,
             new_tokens=forward_batch.extend_seq_lens_cpu,
             last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
-            req_to_token=self._rows.req_to_token,
+            req_to_token=self.req_to_token_pool.req_to_token,
         )

@@ -1,7 +1,8 @@
 """SGLang attention backend `oasis_cpu`: dense attention that reads the paged KV pool in place.
 
 What lookahead KV is compared with, and the fastest way to serve a model on a CPU whose contexts fit its memory.
-Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend).
+Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `model_executor/forward_context.py`
+(the pools that models ask for).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class DenseAttentionBackend(AttentionBackend):
         pool: the paged pool that the runner's KV pool wraps.
 
     Attributes:
+        token_to_kv_pool, req_to_token_pool: the runner's pools, where SGLang's forward context looks for them.
         clock: where the time of decode steps goes.
     """
 
@@ -44,8 +46,8 @@ class DenseAttentionBackend(AttentionBackend):
         check_layers(runner.model, f"--attention-backend {DENSE_BACKEND_NAME}")
         self.pool = pool
         self.max_context_len = runner.model_config.context_len
-        self._first_layer = runner.token_to_kv_pool.start_layer
-        self._req_to_token = runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         self._sequences: Sequences | None = None
         self._draft_steps: list[Sequences] = []
         self.clock = StepClock()
@@ -72,7 +74,7 @@ class DenseAttentionBackend(AttentionBackend):
 
     def _plan(self, forward_batch: ForwardBatch, lengths: Tensor, new_tokens: Tensor) -> Sequences:
         rows = forward_batch.req_pool_indices.to(torch.int64)
-        return plan_host(self._req_to_token, rows, lengths, new_tokens, self.pool.block_size)
+        return plan_host(self.req_to_token_pool.req_to_token, rows, lengths, new_tokens, self.pool.block_size)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._forward(self._sequences, *args, **kwargs)
@@ -100,6 +102,6 @@ class DenseAttentionBackend(AttentionBackend):
     ) -> Tensor:
         assert sequences is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self._first_layer
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
         self.pool.write(index, forward_batch.out_cache_loc, key, value)
         return paged_attention(query, self.pool.kv[index], *sequences, layer.scaling).view(q.shape)

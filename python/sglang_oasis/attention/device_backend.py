@@ -73,9 +73,9 @@ class DeviceAttentionBackend(TierBackend):
                 "--enable-lookahead-kv cannot serve this model on a CUDA device: its attention layers differ in their "
                 "softmax scale; start it without the flag."
             )
-        self._max_rows = self._rows.size + 1
+        self._max_rows = self.req_to_token_pool.size + 1
         self.controller = DeviceController(
-            config, self.tier, host, self._rows.req_to_token, scale=scale, max_rows=self._max_rows,
+            config, self.tier, host, self.req_to_token_pool.req_to_token, scale=scale, max_rows=self._max_rows,
             query_heads=query_heads, query_dtype=runner.dtype, streams=streams,
         )  # fmt: skip
         self.staging: PrefillStaging = PrefillStaging(
@@ -164,7 +164,7 @@ class DeviceAttentionBackend(TierBackend):
         batch = self._batch
         assert batch is not None
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index, controller = layer.layer_id - self._kv_pool.start_layer, self.controller
+        index, controller = layer.layer_id - self.token_to_kv_pool.start_layer, self.controller
         resident, passes = self.tier.layers[index], len(self._plans)
         indices = forward_batch.out_cache_loc.view(batch.rows, -1)
         outs = []
@@ -196,7 +196,7 @@ class DeviceAttentionBackend(TierBackend):
         if self._batch is not None:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self._kv_pool.start_layer
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
         fmt = self.tier.layout.summary_format
         out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
         if self._is_dummy:
@@ -223,7 +223,7 @@ class DeviceAttentionBackend(TierBackend):
             self.tier,
             number=self._passes_begun + 1,
             rows=torch.tensor(rows, dtype=torch.int64),
-            generations=torch.as_tensor(self._rows.req_generation[rows]),
+            generations=torch.as_tensor(self.req_to_token_pool.req_generation[rows]),
             lengths=lengths,
             rids=rids,
             req_to_token=None,
@@ -245,13 +245,17 @@ class DeviceAttentionBackend(TierBackend):
         self._prefill = claim_rows(
             self.tier,
             rows=rows,
-            generations=self._rows.req_generation[rows].tolist(),
+            generations=self.req_to_token_pool.req_generation[rows].tolist(),
             prefixes=prefixes,
             new_tokens=new_tokens,
             last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
         )
         batch = PrefillPass(
-            forward_batch.req_pool_indices, prefixes, new_tokens, forward_batch.out_cache_loc, self._rows.req_to_token
+            forward_batch.req_pool_indices,
+            prefixes,
+            new_tokens,
+            forward_batch.out_cache_loc,
+            self.req_to_token_pool.req_to_token,
         )
         self._attention.prefill.plan(self.staging.begin(batch))
 

@@ -19,6 +19,8 @@ class DraftingBackend(Protocol):
     """What the draft model's own backend offers."""
 
     max_context_len: int
+    token_to_kv_pool: Any
+    req_to_token_pool: Any
 
     def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
         """Plan `steps` passes, each of which decodes one token per request behind the committed ones."""
@@ -58,6 +60,8 @@ class DraftStep(AttentionBackend):
         self._backend = backend
         self._step = step
         self.max_context_len = backend.max_context_len
+        self.token_to_kv_pool = backend.token_to_kv_pool
+        self.req_to_token_pool = backend.req_to_token_pool
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._backend.forward_draft_step(self._step, *args, **kwargs)

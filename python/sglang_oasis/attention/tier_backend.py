@@ -1,7 +1,7 @@
 """What the attention backends over two tiers have in common: the tiers, who owns their rows, and what is reported.
 
 Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `mem_cache/memory_pool.py`
-(ReqToTokenPool.attach_aux_cache, req_generation).
+(ReqToTokenPool.attach_aux_cache, req_generation), `model_executor/forward_context.py` (the pools that models ask for).
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class TierBackend(AttentionBackend):
         row_observer: the target model's, where the runner's model drafts for it; None to attach one.
 
     Attributes:
+        compute_dtype: of weights and activations; K and V may be kept in another.
+        token_to_kv_pool, req_to_token_pool: the runner's pools, where SGLang's forward context looks for them.
         tiers: the resident tiers that follow the same rows: this model's and the draft model's.
         controller: policy over the tiers.
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
@@ -75,13 +77,14 @@ class TierBackend(AttentionBackend):
         self.config = config
         self.host = host
         self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
+        self.compute_dtype: torch.dtype = runner.dtype
         self.max_context_len = runner.model_config.context_len
         self._runner = runner
-        self._kv_pool = runner.token_to_kv_pool
-        self._rows = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         if row_observer is None:
             row_observer = RowObserver(self.tier, runner.max_total_num_tokens, self._publish_when_idle)
-            self._rows.attach_aux_cache(row_observer)
+            self.req_to_token_pool.attach_aux_cache(row_observer)
         else:
             row_observer.tiers.append(self.tier)
         self.tiers = row_observer.tiers
@@ -124,7 +127,7 @@ class TierBackend(AttentionBackend):
     def _pages_of(self, row: int, blocks: int) -> Tensor:
         """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
         size = self.config.block_size
-        return host_pages(self._rows.req_to_token, row, blocks * size, size).long()
+        return host_pages(self.req_to_token_pool.req_to_token, row, blocks * size, size).long()
 
     def _publish_when_due(self) -> None:
         if self.exporter is not None and self.exporter.due():

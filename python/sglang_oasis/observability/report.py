@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from sglang_oasis.attention.tier_backend import TierBackend
 
@@ -20,6 +22,7 @@ def start_up_summary(backend: TierBackend) -> str:
     lines = [
         "Lookahead KV is on",
         f"  host KV          {tokens} tokens, {_gb(backend.host.nbytes)} with summaries",
+        f"  dtype            computes in {_name(backend.compute_dtype)}, keeps K and V in {_name(layout.dtype)}",
         f"  rows             {tier.num_rows - 1} requests decode at once",
         f"  device           {_gb(tier.num_rows * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
         f"of which summaries {_mb(layout.row_summary_bytes)}",
@@ -67,6 +70,10 @@ def statistics(backend: TierBackend) -> dict[str, Any]:
         "step_seconds": dict(backend.clock.seconds),
         "recall": None if backend.audit is None else backend.audit.statistics(),
     }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gb(size: int) -> str:

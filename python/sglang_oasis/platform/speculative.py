@@ -1,8 +1,8 @@
 """Plain-torch stand-ins for the Triton and CUDA ops of SGLang's speculative decoding, for chains of draft tokens.
 
-Read from sglang 0.5.23: `kernels/ops/speculative/` (cache_locs, spec_tree, eagle, gather_spec_extras, reconstruct_tree,
-sampling), `kernels/ops/sampling/renorm.py`, `mem_cache/allocation.assign_req_to_token_pool`. Names of arguments are
-SGLang's, which calls some by keyword. `test/unit/test_speculative_ops.py` compares them with the Triton kernels.
+Read from sglang 0.5.23: `kernels/ops/speculative/` (cache_locs, spec_tree, eagle, gather_spec_extras,
+reconstruct_tree), `mem_cache/allocation.assign_req_to_token_pool`. Names of arguments are SGLang's, which calls some by
+keyword. `test/unit/test_speculative_ops.py` compares them with the Triton kernels.
 """
 
 from __future__ import annotations
@@ -209,77 +209,6 @@ def verify_tree_greedy(
     predicts[retrieve_index[rows, last]] = target[rows, last].to(predicts.dtype)
     accept_token_num.copy_(accepted)
     return predicts, accept_index, accept_token_num
-
-
-def tree_speculative_sampling_target_only(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    """Accept each draft of a chain with the target's probability of it; sample the token behind the last accepted.
-
-    A draft is accepted when its coin is at most p / threshold_acc or when p is at least threshold_single. With both
-    thresholds 1 the tokens are distributed as the target's alone (speculative sampling with a certain draft).
-
-    Args:
-        predicts, accept_index, accept_token_num, candidates, retrive_*: see `verify_tree_greedy`.
-        uniform_samples: [n, m], a coin per place.
-        uniform_samples_for_final_sampling: [n].
-        target_probs: [n, m, V].
-        draft_probs: not needed for certain drafts.
-        threshold_single, threshold_acc: in (0, 1].
-        deterministic: always.
-    """
-    batch, m = candidates.shape
-    rows = torch.arange(batch)
-    linked = retrive_next_token[:, :-1] == torch.arange(1, m)
-    p = target_probs[:, :-1].gather(2, candidates[:, 1:].long().unsqueeze(2)).squeeze(2)
-    passed = (uniform_samples[:, : m - 1] <= p / max(threshold_acc, 1e-9)) | (p >= threshold_single)
-    within = torch.arange(m - 1) < accept_index.shape[1] - 1
-    accepted = (linked & passed & within).long().cumprod(1).sum(1)
-    places = torch.arange(m)
-    accept_index.fill_(-1)
-    depth = accept_index.shape[1]
-    chain = retrive_index[:, :depth].to(accept_index.dtype)
-    accept_index.copy_(torch.where(places[:depth] <= accepted.unsqueeze(1), chain, -1))
-    taken = places[:-1] < accepted.unsqueeze(1)
-    predicts[retrive_index[:, :-1][taken]] = candidates[:, 1:][taken].to(predicts.dtype)
-    rest = target_probs[rows, accepted].clone()
-    refused = ((accepted < m - 1) & (accepted < depth - 1)).nonzero().flatten()
-    refused = refused[linked[refused, accepted[refused]]]
-    rest[refused, candidates[refused, accepted[refused] + 1].long()] = 0
-    cumulated = rest.cumsum(-1)
-    at = (cumulated[:, -1] * uniform_samples_for_final_sampling).unsqueeze(1)
-    token = torch.searchsorted(cumulated, at, right=True).squeeze(1).clamp(max=rest.shape[1] - 1)
-    predicts[retrive_index[rows, accepted]] = token.to(predicts.dtype)
-    accept_token_num.copy_(accepted)
-
-
-def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
-    """Keep the top_ks[i] largest of each row of probs [T, V], ties with the last included, and normalise."""
-    ranks = top_ks.long().clamp(1, probs.shape[-1]).unsqueeze(1)
-    least = probs.sort(dim=-1, descending=True).values.gather(1, ranks - 1)
-    kept = torch.where(probs >= least, probs, 0.0)
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Keep the smallest set of each row of probs [T, V] whose sum reaches top_ps[i], and normalise."""
-    ordered, index = probs.sort(dim=-1, descending=True)
-    kept = ordered.where(ordered.cumsum(-1) - ordered < top_ps.unsqueeze(1), 0.0)
-    kept = torch.zeros_like(probs).scatter_(1, index, kept)
-    return kept / kept.sum(-1, keepdim=True)
 
 
 def _ranges(rows: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Checks the port before the model is loaded and takes it before the warm-up; adds `GET /lookahead_kv/stats`.
+"""Checks the port before the model is loaded and takes it before the warm-up, adds `GET /lookahead_kv/stats`, and
+answers 400 to what is refused.
 
 Read from sglang 0.5.23: `entrypoints/http_server.launch_server` (BEFORE: no process has been spawned),
 `entrypoints/http_server._setup_and_run_http_server` (AROUND: the app exists, no request has been served; when it
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.internal_state import STATE_KEY
 from sglang_oasis.seams.launch_environment import check_port, listen
@@ -29,44 +31,37 @@ async def lookahead_kv_stats() -> dict[str, list[Any]]:
     return {"ranks": [state.get(STATE_KEY) for state in states]}
 
 
+async def refused(request: Any, error: Exception) -> Any:
+    """The answer where an endpoint does not answer a ValueError itself; in the form of those that do."""
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+
 def _check_port(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if uses_host_pool(server_args) and server_args.node_rank == 0:
         check_port(server_args.host, server_args.port)
 
 
-def _run_http_server(
-    original: Callable[..., Any],
-    server_args: Any,
-    tokenizer_manager: Any,
-    template_manager: Any,
-    port_args: Any,
-    scheduler_infos: Any,
-    subprocess_watchdog: Any,
-    **kwargs: Any,
-) -> Any:
-    _add_route(server_args)
+def _run_http_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    _complete_app(server_args)
     try:
-        return original(
-            server_args,
-            tokenizer_manager,
-            template_manager,
-            port_args,
-            scheduler_infos,
-            subprocess_watchdog,
-            **kwargs,
-        )
+        return original(server_args, *args, **kwargs)
     finally:
-        if uses_host_pool(server_args) and subprocess_watchdog is not None:
+        if uses_host_pool(server_args):
             # The launcher ends the others now: no crash, for which it would be killed before it has said why.
-            subprocess_watchdog.stop()
+            get_global_state().tokenizer_manager._subprocess_watchdog.stop()
 
 
-def _add_route(server_args: Any) -> None:
+def _complete_app(server_args: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     known = {getattr(route, "path", None) for route in app.routes}
     if enabled(server_args) and STATS_PATH not in known:
         app.add_api_route(STATS_PATH, lookahead_kv_stats, methods=["GET"])
+    app.add_exception_handler(RequestRefused, refused)
 
 
 async def _start_up(original: Callable[..., Any], server: Any, sockets: Any = None) -> None:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_oasis.cpus import allowed_cpus, usable_cpus
 from sglang_oasis.errors import LookaheadKVError
 
 _HIGHEST_PORT = 65535
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
-def wait_passively() -> None:
-    """Let OpenMP threads of the processes to be started sleep at barriers instead of spinning.
+def share_the_cores() -> None:
+    """Let the OpenMP threads of the processes to be started fit the machine; what the user has set stays.
 
-    The forward pass shares the cores with the background pipeline. A thread that spins while its partner is
-    descheduled blocks both: on a machine whose cores are all busy, a decode step took 60 times as long. A value of
-    OMP_WAIT_POLICY that is set already stays.
+    They sleep at barriers instead of spinning: the forward pass shares the cores with the background pipeline, and a
+    thread that spins while its partner is descheduled blocks both. On a machine whose cores are all busy, a decode step
+    took 60 times as long. And where a container limits CPU time, there are no more of them than that pays for: OpenMP
+    counts CPUs only, and torch with it. The native threads follow torch's number.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (threads := usable_cpus()) < allowed_cpus():
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def check_port(host: str | None, port: int) -> None:
@@ -125,6 +130,14 @@ def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: boo
         _check_safetensors(shard)
 
 
+def parameters_in(folder: Path) -> int | None:
+    """Parameters of a model folder, read off the headers of its safetensors files; None where it has none."""
+    shards = list(_shards(folder)) if folder.is_dir() else []
+    if not shards:
+        return None
+    return sum(math.prod(tensor["shape"]) for shard in shards for tensor in _header(shard)[1])
+
+
 def _shards(folder: Path) -> Iterator[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -138,6 +151,14 @@ def _shards(folder: Path) -> Iterator[Path]:
 
 
 def _check_safetensors(shard: Path) -> None:
+    header_size, tensors = _header(shard)
+    promised = 8 + header_size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    if (size := shard.stat().st_size) != promised:
+        raise _damaged(shard, f"{size} bytes long, its header promises {promised}")
+
+
+def _header(shard: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Bytes of a safetensors header, and what it says of each tensor: where it lies, and its shape."""
     if not shard.exists():
         raise _damaged(shard, "missing")
     size = shard.stat().st_size
@@ -145,12 +166,12 @@ def _check_safetensors(shard: Path) -> None:
         header_size = int.from_bytes(file.read(8), "little")
         header = file.read(header_size) if header_size <= size - 8 else b""
     try:
-        tensors = json.loads(header)
-        end = max((t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+        if not all(isinstance(tensor["data_offsets"][1] + sum(tensor["shape"]), int) for tensor in tensors):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise _damaged(shard, "its header is cut short") from None
-    if size != 8 + header_size + end:
-        raise _damaged(shard, f"{size} bytes long, its header promises {8 + header_size + end}")
+    return header_size, tensors
 
 
 def _damaged(file: Path, fault: str) -> LookaheadKVError:

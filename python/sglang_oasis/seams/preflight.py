@@ -17,7 +17,8 @@ from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
-from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
+from sglang_oasis.seams import dtypes
+from sglang_oasis.seams.launch_environment import check_model_folder, share_the_cores
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
@@ -47,6 +48,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_prefill_cp": (False,),
     "kv_canary": ("none",),
     "enable_deterministic_inference": (False,),
+    "speculative_accept_threshold_single": (1.0,),
+    "speculative_accept_threshold_acc": (1.0,),
     "enable_lmcache": (False,),
     "enable_flexkv": (False,),
     "dllm_algorithm": (None,),
@@ -59,7 +62,6 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "enable_dp_attention": (False,),
 }
 _ALGORITHMS = (None, EAGLE3, NGRAM)
-_UNQUANTISED_KV = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
 def asked_by(server_args: Any) -> str:
@@ -82,7 +84,7 @@ def check_before_resolution(server_args: Any) -> None:
         asked_for = field == "attention_backend" and not enabled(server_args)
         if value not in allowed and not asked_for:
             raise _does_not_work_with(server_args, field)
-    if server_args.kv_cache_dtype not in _UNQUANTISED_KV:
+    if server_args.kv_cache_dtype not in (dtypes.AUTO, *dtypes.KV_DTYPES):
         raise LookaheadKVError(
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
@@ -142,7 +144,7 @@ def check_after_resolution(server_args: Any) -> None:
             f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: leave it out."
         )
     if view.device == "cpu":
-        wait_passively()
+        share_the_cores()
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
@@ -223,6 +225,11 @@ def _check_drafts(server_args: Any) -> None:
     algorithm = algorithm_of(server_args)
     if algorithm not in (*_ALGORITHMS, DUAL_ALGORITHM if enabled(server_args) else None):
         raise _does_not_work_with(server_args, "speculative_algorithm")
+    if algorithm is not None and server_args.enable_watermark:
+        raise LookaheadKVError(
+            f"{asked_by(server_args)} does not watermark what {algorithm} speculates: leave out --enable-watermark or "
+            f"the speculation."
+        )
     path = server_args.speculative_draft_model_path
     if path is not None and algorithm != EAGLE3:
         raise LookaheadKVError(
@@ -266,7 +273,7 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, ranks_per_host
     from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
-    layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
+    layout = layout_of_model(server_args, model, dtypes.kv_dtype(view, model.dtype), view.tp_size, view.page_size)
     draft = draft_layout_of_flags(server_args, model, view)
     device_is_host = view.device == "cpu"
     budget = divide_memory(

@@ -12,6 +12,7 @@ from typing import Any
 from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
 from sglang_oasis.platform.detect import cpu_platform_wanted
+from sglang_oasis.seams.dtypes import choose_dtypes
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.seams.server_args import EAGLE3, algorithm_of, enabled, uses_host_pool
 
@@ -47,6 +48,17 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
             **_chain_defaults(view),
         )
     previous(server_args)
+    if uses_host_pool(server_args):
+        _sleep_when_idle(server_args)
+
+
+def _sleep_when_idle(server_args: Any) -> None:
+    """On a CPU an idle scheduler must not take a core from other processes; needs the device."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    if view.sleep_on_idle is None:
+        declare_resolution(server_args, SOURCE, sleep_on_idle=view.device == "cpu")
 
 
 def graph_defaults(device: str | None) -> dict[str, bool]:
@@ -80,9 +92,13 @@ def _chain_defaults(view: Any) -> dict[str, int]:
 
 
 def _check_model_first(server_args: Any, previous: Step) -> None:
-    """Before SGLang asserts, for some models, that the attention backend is one it knows for them."""
+    """Before SGLang asserts, for some models, that the attention backend is one it knows for them.
+
+    And before anything depends on the model's dtype.
+    """
     if uses_host_pool(server_args):
         check_model(server_args)
+        choose_dtypes(server_args)
     previous(server_args)
 
 

@@ -24,6 +24,10 @@ EAGLE3, NGRAM = "EAGLE3", "NGRAM"
 """SGLang's speculative algorithms whose chains our backends verify."""
 
 HELP_HEADING = "lookahead KV (sglang-oasis)"
+SLEEP_HELP = (
+    "Reduce CPU usage when sglang is idle. On by default with --enable-lookahead-kv or --attention-backend "
+    f"{DENSE_BACKEND_NAME} on a CPU: `--sleep-on-idle false` keeps polling."
+)
 ENABLE_HELP = (
     "Keep the full KV cache in host memory and decode on a bounded working set per KV head; every flag below needs it."
 )
@@ -46,6 +50,8 @@ class _Behaviour:
         _upstream().__post_init__(self)
         if uses_host_pool(self):
             activation.request()
+        elif self.sleep_on_idle is None:
+            self.sleep_on_idle = False  # as upstream
 
     def resolve_once(self: Any) -> None:
         if not getattr(self, "_resolution_finished", False):
@@ -63,6 +69,7 @@ class _Behaviour:
         if DENSE_BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
             ATTENTION_BACKEND_CHOICES.append(DENSE_BACKEND_NAME)
         _upstream().add_cli_args(parser)
+        _make_sleeping_a_choice(parser)
         group = parser.add_argument_group(HELP_HEADING)
         group.add_argument("--enable-lookahead-kv", action="store_true", help=ENABLE_HELP)
         for knob in KNOBS:
@@ -72,6 +79,24 @@ class _Behaviour:
             group.add_argument(
                 knob.flag, type=_parser_of(knob), choices=knob.choices, default=knob.default, help=knob.help
             )
+
+
+def _make_sleeping_a_choice(parser: argparse.ArgumentParser) -> None:
+    """Upstream's flag can only turn sleeping on; ours is on by default on a CPU, and `false` must be possible to say.
+
+    SGLang's reader of YAML files hands a truth value on to a flag that takes a value, and drops `false` for others.
+    """
+    handler, parser.conflict_handler = parser.conflict_handler, "resolve"
+    parser.add_argument(
+        "--sleep-on-idle", nargs="?", const=True, default=None, type=_truth, metavar="true|false", help=SLEEP_HELP
+    )
+    parser.conflict_handler = handler
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+    return text.lower() == "true"
 
 
 def _refuse_flags_without_effect(server_args: Any) -> None:
@@ -106,6 +131,7 @@ ServerArgs: Any = msgspec.defstruct(
     [
         _field(ENABLE_FLAG, ENABLE_HELP, False),
         *(_field(knob.name, knob.help, knob.default) for knob in KNOBS),
+        _field("sleep_on_idle", SLEEP_HELP, None),  # None: not said; keeps upstream's place
     ],
     bases=(upstream.ServerArgs,),
     namespace={name: vars(_Behaviour)[name] for name in ("__post_init__", "resolve_once", "add_cli_args")},

@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.dtypes import kv_dtype
 from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.layout import TierLayout
@@ -76,7 +77,12 @@ def draft_layout_of_flags(server_args: Any, model_config: Any, view: Any) -> Tie
         server_args, model_path=path, model_revision=view.speculative_draft_model_revision, is_draft_model=True
     )
     return layout_of_model(
-        server_args, draft, model_config.dtype, view.tp_size, view.page_size, model_config.context_len
+        server_args,
+        draft,
+        kv_dtype(view, model_config.dtype),
+        view.tp_size,
+        view.page_size,
+        model_config.context_len,
     )
 
 

@@ -2,9 +2,8 @@
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
 `speculative/eagle_utils.eagle_sample`, `speculative/cpp_ngram/ngram_corpus.NgramCorpus`, and the modules that
-`platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where SGLang has None instead
-(the sampling ops) or cannot be imported without its compiled kernels (`reconstruct_tree`), it is put in place here, and
-`verify` checks it.
+`platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be imported
+without SGLang's compiled kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.platform import speculative as ops
 from sglang_oasis.platform.detect import cpu_platform_wanted
+from sglang_oasis.sampling.verification import verify as verify_by_sampling
 from sglang_oasis.seams.catalogue import Seam, did_not_take
+from sglang_oasis.seams.sampling import looks_back
 from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
 from sglang_oasis.speculative.chains import longest_chains
 
-_SAMPLERS = (ops.tree_speculative_sampling_target_only, ops.top_k_renorm_prob, ops.top_p_renorm_prob)
 _RECONSTRUCT = "sglang.kernels.ops.speculative.reconstruct_tree"
 _RECONSTRUCT_FUNCTION = "reconstruct_indices_from_tree_mask_func"
 
@@ -62,7 +62,7 @@ def _serves(factory: Any) -> bool:
 
 def _accept_or_reject(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Where drafts only serve as lookahead queries none is accepted, and what is sampled at the root stands."""
-    predict, accept_lens, accept_index = original(*args, **kwargs)
+    predict, accept_lens, accept_index = verify_by_sampling(original, looks_back(), *args, **kwargs)
     if rejects_drafts():
         accept_lens.fill_(1)
         accept_index[:, 1:] = -1
@@ -97,11 +97,6 @@ def install() -> None:
         module = types.ModuleType(_RECONSTRUCT)
         setattr(module, _RECONSTRUCT_FUNCTION, ops.reconstruct_indices_from_tree_mask)
         sys.modules[_RECONSTRUCT] = module
-    from sglang.srt.speculative import eagle_utils
-
-    for sampler in _SAMPLERS:
-        if getattr(eagle_utils, sampler.__name__) is None:
-            setattr(eagle_utils, sampler.__name__, sampler)
 
 
 def verify() -> None:
@@ -112,16 +107,9 @@ def verify() -> None:
     """
     if not cpu_platform_wanted():
         return
-    from sglang.srt.speculative import eagle_utils
-
-    missing = [f"{eagle_utils.__name__}.{f.__name__}" for f in _SAMPLERS if getattr(eagle_utils, f.__name__) is not f]
-    if (
-        getattr(sys.modules.get(_RECONSTRUCT), _RECONSTRUCT_FUNCTION, None)
-        is not ops.reconstruct_indices_from_tree_mask
-    ):
-        missing.append(f"{_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
-    if missing:
-        raise did_not_take(f"its stand-in for {missing[0]}")
+    found = getattr(sys.modules.get(_RECONSTRUCT), _RECONSTRUCT_FUNCTION, None)
+    if found is not ops.reconstruct_indices_from_tree_mask:
+        raise did_not_take(f"its stand-in for {_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
 
 
 _ON_CPU = [

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sglang_oasis.cpus import usable_cpus
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.tier.numa import node_of_device, prefer_node
 
@@ -212,7 +213,7 @@ def _advise(span: Span, advice: int) -> bool:
 
 def _touch(mapping: Span) -> None:
     """Have the kernel provide all pages, in parallel; registration would do it one after the other."""
-    threads = min(TOUCH_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(TOUCH_THREADS, usable_cpus())
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(_populate, _split(mapping, TOUCH_BYTES)))
 

@@ -1,17 +1,20 @@
-// Sixteen-lane vectors on every instruction set, through the compiler's vector extensions.
+// Vectors as wide as the instruction set's registers, through the compiler's vector extensions: OASIS_VECTOR_BYTES says how
+// wide. Never wider: the compiler keeps a vector that no register holds in memory, and compares, selects and shuffles it
+// lane by lane, at a twentieth of the speed.
 //
 // Included once per instruction set, inside a namespace of its own: see isa.inc. Nothing here may come from the standard
 // library's templates, whose instances the linker would share between instruction sets.
 
-constexpr int kLanes = 16;
+constexpr int kLanes = OASIS_VECTOR_BYTES / 4;  // 16, 8 or 4: head sizes are multiples of each
 
-typedef float Vf __attribute__((vector_size(64)));
-typedef int32_t Vi __attribute__((vector_size(64)));
-typedef uint32_t Vu __attribute__((vector_size(64)));
-typedef uint16_t Vu16 __attribute__((vector_size(32)));
-typedef uint8_t Vu8 __attribute__((vector_size(16)));
+typedef float Vf __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Vi __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Vu __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Vu16 __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Vu8 __attribute__((vector_size(kLanes)));
 
-#define OASIS_INLINE static inline __attribute__((always_inline))
+#define OASIS_ALWAYS_INLINE __attribute__((always_inline))
+#define OASIS_INLINE static inline OASIS_ALWAYS_INLINE
 
 template <typename V>
 OASIS_INLINE V load(const void* from) {
@@ -32,17 +35,37 @@ OASIS_INLINE Vf maximum(Vf a, Vf b) { return select(a > b, a, b); }
 OASIS_INLINE Vf minimum(Vf a, Vf b) { return select(a < b, a, b); }
 OASIS_INLINE Vf absolute(Vf a) { return (Vf)((Vu)a & 0x7fffffffu); }
 
-OASIS_INLINE Vi lane_index() { return Vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+OASIS_INLINE Vi lane_index() {
+#if OASIS_VECTOR_BYTES == 64
+  return Vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif OASIS_VECTOR_BYTES == 32
+  return Vi{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return Vi{0, 1, 2, 3};
+#endif
+}
 
 // The element types. bfloat16 and float16 are converted by hand: compilers before GCC 13 lack one type or the other.
+// `read_two` reads 2 kLanes elements with no shuffle: of 16 bits, the even ones and the odd ones, where kAlternate says so.
 struct Float32 {
   using Element = float;
+  static constexpr bool kAlternate = false;
+  OASIS_INLINE void read_two(const Element* from, Vf& first, Vf& second) {
+    first = load<Vf>(from);
+    second = load<Vf>(from + kLanes);
+  }
   OASIS_INLINE Vf read(const Element* from) { return load<Vf>(from); }
   OASIS_INLINE void write(Element* to, Vf v) { store(to, v); }
 };
 
 struct BFloat16 {
   using Element = uint16_t;
+  static constexpr bool kAlternate = true;
+  OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
+    const Vu pairs = load<Vu>(from);
+    even = (Vf)(pairs << 16);
+    odd = (Vf)(pairs & 0xffff0000u);
+  }
   OASIS_INLINE Vf read(const Element* from) { return (Vf)(__builtin_convertvector(load<Vu16>(from), Vu) << 16); }
   OASIS_INLINE void write(Element* to, Vf v) {
     const Vu bits = (Vu)v;
@@ -54,8 +77,14 @@ struct BFloat16 {
 
 struct Float16 {
   using Element = uint16_t;
-  OASIS_INLINE Vf read(const Element* from) {
-    const Vu bits = __builtin_convertvector(load<Vu16>(from), Vu);
+  static constexpr bool kAlternate = true;
+  OASIS_INLINE Vf read(const Element* from) { return widen(__builtin_convertvector(load<Vu16>(from), Vu)); }
+  OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
+    const Vu pairs = load<Vu>(from);
+    even = widen(pairs & 0xffffu);
+    odd = widen(pairs >> 16);
+  }
+  OASIS_INLINE Vf widen(Vu bits) {
     const Vu magnitude = (bits & 0x7fffu) << 13;
     // The multiplication moves the exponent's bias and gets subnormals right; infinities and NaNs need their exponent.
     const Vu scaled = (Vu)((Vf)magnitude * 0x1p112f);
@@ -91,61 +120,123 @@ OASIS_INLINE Vf exponential(Vf x) {
   return select(x < -87.0f, splat(0.0f), p * (Vf)power);  // NaN stays NaN
 }
 
+// Neighbouring groups of kWidth lanes in each other's place.
 template <int kWidth, typename V>
-OASIS_INLINE V swap_halves(V v) {
-  const Vi index = lane_index() ^ kWidth;
-  return __builtin_shuffle(v, index);
+OASIS_INLINE V swap_groups(V v) {
+  return __builtin_shuffle(v, lane_index() ^ kWidth);
 }
 
-template <typename V>
+template <int kWidth = kLanes / 2, typename V>
 OASIS_INLINE auto reduce_sum(V v) {
-  v += swap_halves<8>(v);
-  v += swap_halves<4>(v);
-  v += swap_halves<2>(v);
-  v += swap_halves<1>(v);
-  return v[0];
+  v += swap_groups<kWidth>(v);
+  if constexpr (kWidth > 1)
+    return reduce_sum<kWidth / 2>(v);
+  else
+    return v[0];
 }
 
+template <int kWidth = kLanes / 2>
 OASIS_INLINE float reduce_max(Vf v) {
-  v = maximum(v, swap_halves<8>(v));
-  v = maximum(v, swap_halves<4>(v));
-  v = maximum(v, swap_halves<2>(v));
-  v = maximum(v, swap_halves<1>(v));
-  return v[0];
+  v = maximum(v, swap_groups<kWidth>(v));
+  if constexpr (kWidth > 1)
+    return reduce_max<kWidth / 2>(v);
+  else
+    return v[0];
 }
 
-// Exchanges the off-diagonal kWidth x kWidth quarters of every 2 kWidth x 2 kWidth square.
-template <int kWidth>
-OASIS_INLINE void transpose_stage(Vu (&m)[16]) {
+// What follows works on quarters, groups of four lanes: every instruction set interleaves two vectors by quarters in one
+// instruction. Of each quarter: (a0 b0 a1 b1) or (a2 b2 a3 b3), then (a0 a1 b0 b1) or (a2 a3 b2 b3).
+template <bool kHigh, typename V>
+OASIS_INLINE V interleave(V a, V b) {
   const Vi lane = lane_index();
-  const Vi upper = (lane & kWidth) != 0;
-  // Lanes of (a, b), b's being 16 to 31.
-  const Vi low = (upper & (lane - kWidth + 16)) | (~upper & lane);
-  const Vi high = (upper & (lane + 16)) | (~upper & (lane + kWidth));
+  return __builtin_shuffle(a, b, (lane & ~3) + ((lane & 1) * kLanes + ((lane & 2) >> 1)) + (kHigh ? 2 : 0));
+}
+template <bool kHigh, typename V>
+OASIS_INLINE V interleave_pairs(V a, V b) {
+  const Vi lane = lane_index();
+  return __builtin_shuffle(a, b, (lane & ~3) + (((lane & 2) >> 1) * kLanes + (lane & 1)) + (kHigh ? 2 : 0));
+}
+
+// Exchanges the off-diagonal kWidth x kWidth blocks of every 2 kWidth x 2 kWidth square, down to blocks of four.
+template <int kWidth>
+OASIS_INLINE void transpose_blocks(Vu (&m)[kLanes]) {
+  if constexpr (kWidth >= 4) {
+    const Vi lane = lane_index();
+    const Vi upper = (lane & kWidth) != 0;
+    // Lanes of (a, b), b's being kLanes and more.
+    const Vi low = (upper & (lane - kWidth + kLanes)) | (~upper & lane);
+    const Vi high = (upper & (lane + kLanes)) | (~upper & (lane + kWidth));
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if (i & kWidth) continue;
-    const Vu a = m[i], b = m[i + kWidth];
-    m[i] = __builtin_shuffle(a, b, low);
-    m[i + kWidth] = __builtin_shuffle(a, b, high);
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & kWidth) continue;
+      const Vu a = m[i], b = m[i + kWidth];
+      m[i] = __builtin_shuffle(a, b, low);
+      m[i + kWidth] = __builtin_shuffle(a, b, high);
+    }
+    transpose_blocks<kWidth / 2>(m);
   }
 }
 
-OASIS_INLINE void transpose(Vu (&m)[16]) {
-  transpose_stage<8>(m);
-  transpose_stage<4>(m);
-  transpose_stage<2>(m);
-  transpose_stage<1>(m);
+OASIS_INLINE void transpose(Vu (&m)[kLanes]) {
+  transpose_blocks<kLanes / 2>(m);
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; i += 4) {
+    const Vu a = interleave<false>(m[i], m[i + 1]), b = interleave<false>(m[i + 2], m[i + 3]);
+    const Vu c = interleave<true>(m[i], m[i + 1]), d = interleave<true>(m[i + 2], m[i + 3]);
+    m[i] = interleave_pairs<false>(a, b);
+    m[i + 1] = interleave_pairs<true>(a, b);
+    m[i + 2] = interleave_pairs<false>(c, d);
+    m[i + 3] = interleave_pairs<true>(c, d);
+  }
 }
 
-// Sums of sixteen vectors, in their order.
-OASIS_INLINE Vf reduce_sums(const Vf (&v)[16]) {
-  Vu m[16];
+// Sums of kLanes vectors, in their order.
+OASIS_INLINE Vf reduce_sums(const Vf (&v)[kLanes]) {
+  Vu m[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) m[i] = (Vu)v[i];
+  for (int i = 0; i < kLanes; ++i) m[i] = (Vu)v[i];
   transpose(m);
   Vf sum = (Vf)m[0];
 #pragma GCC unroll 16
-  for (int i = 1; i < 16; ++i) sum += (Vf)m[i];
+  for (int i = 1; i < kLanes; ++i) sum += (Vf)m[i];
   return sum;
+}
+
+template <int kWidth = kLanes / 2>
+OASIS_INLINE Vf add_quarters(Vf v) {
+  if constexpr (kWidth >= 4)
+    return add_quarters<kWidth / 2>(v + swap_groups<kWidth>(v));
+  else
+    return v;
+}
+
+// Sums of four vectors, in the first four lanes.
+OASIS_INLINE Vf reduce_four(Vf a, Vf b, Vf c, Vf d) {
+  const Vf ab = interleave<false>(a, b) + interleave<true>(a, b);
+  const Vf cd = interleave<false>(c, d) + interleave<true>(c, d);
+  return add_quarters(interleave_pairs<false>(ab, cd) + interleave_pairs<true>(ab, cd));
+}
+
+// The inner loops sum into tiles of rows times vectors that stay in registers: 32 of them, or 16.
+#if OASIS_VECTOR_BYTES == 64 || defined(__aarch64__)
+constexpr bool kWideTile = true;
+constexpr int kTileRows = 6, kTileVectors = 4;
+#elif OASIS_VECTOR_BYTES == 32
+constexpr bool kWideTile = false;
+constexpr int kTileRows = 6, kTileVectors = 2;
+#else
+constexpr bool kWideTile = false;
+constexpr int kTileRows = 3, kTileVectors = 4;  // no instruction loads a number into all lanes: fewer rows
+#endif
+
+template <int kCount>
+struct Rows {
+  static constexpr int kRows = kCount;
+};
+
+// Calls f(Rows<n>, first row) for blocks of kMost rows, and for the rest at once.
+template <int kMost, typename F>
+OASIS_INLINE void by_rows(int64_t rows, const F& f, int64_t first = 0) {
+  for (; first + kMost <= rows; first += kMost) f(Rows<kMost>{}, first);
+  if constexpr (kMost > 1) by_rows<kMost - 1>(rows, f, first);
 }

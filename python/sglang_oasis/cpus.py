@@ -1,0 +1,43 @@
+"""How many CPUs this process may use, inside a container or not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sglang_oasis import cgroup
+
+
+def allowed_cpus() -> int:
+    """CPUs that this process may run on: what a container's `--cpuset-cpus` leaves."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cpus(proc: Path = cgroup.PROC_SELF) -> int:
+    """CPUs that this process can keep busy: those it may run on, and not more than its time slices pay for.
+
+    A container's `--cpus 2` limits time, not places: on 64 CPUs, 64 threads use it up at once and then all stand still.
+    A fraction of a CPU is left to what runs beside the threads that compute.
+    """
+    usable = float(allowed_cpus())
+    for version, folder in cgroup.groups("cpu", proc):
+        quota = _quota(folder / "cpu.max") if version == 2 else _quota_v1(folder)
+        usable = usable if quota is None else min(usable, quota)
+    return max(1, int(usable))
+
+
+def _quota(file: Path) -> float | None:
+    """CPUs by a file such as "200000 100000", microseconds in each period; None for "max 100000"."""
+    try:
+        quota, period = file.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(quota) / int(period) if quota.isdigit() and int(period) > 0 else None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+    except (OSError, ValueError):
+        return None
+    return quota / period if quota > 0 and period > 0 else None

@@ -1,0 +1,79 @@
+"""Penalties that count what a request has said, each token once.
+
+SGLang feeds its penalizers one token per step: with overlap the one before the newest (first of all the prompt's
+last), with speculation the last one that was accepted, and after a retraction none of those before it. Here their state
+follows from the tokens.
+
+Read from sglang 0.5.23: `sampling/penaltylib/` (the four penalizers' attributes), `penaltylib/orchestrator.py`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def recount(orchestrator: Any, histories: list[array[int]]) -> None:
+    """Set the state of a batch's penalizers.
+
+    Args:
+        orchestrator: a BatchedPenalizerOrchestrator.
+        histories: output tokens of each request of the batch.
+    """
+    vocabulary = orchestrator.vocab_size
+    counts = torch.stack([_counts(tokens, vocabulary) for tokens in histories]).to(orchestrator.device)
+    lengths = torch.tensor([[len(tokens)] for tokens in histories], dtype=torch.int32).to(orchestrator.device)
+    for kind, penalizer in orchestrator.penalizers.items():
+        if penalizer.is_prepared():
+            _SET[kind.__name__](penalizer, counts, lengths)
+
+
+def penalise(orchestrator: Any, logits: Tensor) -> None:
+    """Apply a batch's penalties in place, in SGLang's order: what is added, then what is multiplied.
+
+    Args:
+        orchestrator: a BatchedPenalizerOrchestrator.
+        logits: [n, V].
+    """
+    orchestrator.accumulate_additive_penalties(logits)
+    scales = orchestrator.accumulate_scaling_penalties()
+    if scales is not None:
+        scale(logits, scales)
+
+
+def scale(logits: Tensor, scaling_penalties: Tensor) -> None:
+    """SGLang's `apply_scaling_penalties` without torch.compile, which needs a C++ compiler at the first request."""
+    logits.copy_(torch.where(logits < 0, logits * scaling_penalties, logits / scaling_penalties))
+
+
+def _counts(tokens: array[int], vocabulary: int) -> Tensor:
+    if not tokens:
+        return torch.zeros(vocabulary, dtype=torch.int64)
+    return torch.bincount(torch.frombuffer(tokens, dtype=torch.int64), minlength=vocabulary)[:vocabulary]
+
+
+def _set_frequency(penalizer: Any, counts: Tensor, lengths: Tensor) -> None:
+    penalizer.cumulated_frequency_penalties = counts * penalizer.frequency_penalties
+
+
+def _set_presence(penalizer: Any, counts: Tensor, lengths: Tensor) -> None:
+    penalizer.cumulated_presence_penalties = (counts > 0) * penalizer.presence_penalties
+
+
+def _set_repetition(penalizer: Any, counts: Tensor, lengths: Tensor) -> None:
+    penalizer.cumulated_repetition_penalties = torch.where(counts > 0, penalizer.repetition_penalties, 1.0)
+
+
+def _set_length(penalizer: Any, counts: Tensor, lengths: Tensor) -> None:
+    penalizer.len_output_tokens = lengths
+
+
+_SET = {
+    "BatchedFrequencyPenalizer": _set_frequency,
+    "BatchedPresencePenalizer": _set_presence,
+    "BatchedRepetitionPenalizer": _set_repetition,
+    "BatchedMinNewTokensPenalizer": _set_length,
+}

@@ -1,0 +1,43 @@
+"""The process that spreads requests over data-parallel ranks sleeps when idle, as their schedulers do.
+
+Read from sglang 0.5.23: `managers/data_parallel_controller.DataParallelController.event_loop` (BEFORE: it asks its
+socket for requests without a pause, and takes a whole core; `--sleep-on-idle` does not reach it),
+`managers/io_struct.sock_recv` (which methods of a socket it calls). When upstream's loop waits, remove this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.server_args import uses_host_pool
+
+WAIT_MS = 1000
+"""So often the loop goes on without a request, to feed its watchdog; a request ends the wait at once."""
+
+
+class PatientSocket:
+    """A zmq socket that waits for a message before it says that there is none."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+
+    def recv(self, flags: int = 0) -> Any:
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv(flags=flags)
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv_pyobj(flags=flags)
+
+
+def _wait_for_requests(controller: Any) -> None:
+    from sglang.srt.runtime_context import get_device
+
+    if uses_host_pool(controller.server_args) and get_device().sleep_on_idle:
+        controller.recv_from_tokenizer = PatientSocket(controller.recv_from_tokenizer)
+
+
+SEAMS = [
+    Seam("managers.data_parallel_controller.DataParallelController.event_loop", _wait_for_requests, "BEFORE"),
+]

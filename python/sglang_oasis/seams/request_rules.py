@@ -1,0 +1,182 @@
+"""What a request may say: the types and ranges that SGLang does not check and without which a scheduler ends.
+
+Read from sglang 0.5.23: `managers/io_struct.TokenizedGenerateReqInput` and `sampling/sampling_params.SamplingParams`,
+both msgspec structs. Their annotations are what the scheduler decodes with, so they are the types that are checked
+here; the ranges are those of the tensors that the values end up in. A range that SGLang checks in
+`SamplingParams.verify` is not repeated. Where upstream checks one of these, drop its line.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglang_oasis.errors import RequestRefused
+
+INT64 = (-(2**63), 2**63 - 1)
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 3.4e38
+MOST_ANSWERS = 4096
+"""Answers of one request, prompts times `n`: each of them is set up before the first one is served."""
+MOST_LOGPROBS = 2**24
+"""Log-probabilities of one request, positions times `top_logprobs_num`: about 2 GB in Python objects."""
+
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, FLOAT32_MAX),
+    "top_k": (1, 2**30),  # SGLang's "all tokens"
+    "repetition_penalty": (1e-6, 2),  # logits are divided by it
+    "min_new_tokens": (0, INT32_MAX),
+    "stream_interval": (1, INT32_MAX),
+}
+LOGIT_BIAS_RANGE = (-1e30, 1e30)  # finite also after the division by the smallest temperature
+CONVERTED_BY_SGLANG = frozenset({"stop_token_ids", "watermark"})
+"""Sampling parameters that may come in other types than they have on their way to the scheduler."""
+
+
+def check_answers(prompts: int, sampling: Any) -> None:
+    """Refuse a number of answers that would exhaust the memory before the first one is served.
+
+    Args:
+        prompts: prompts in the request.
+        sampling: its sampling parameters, for all prompts or a list with those of each.
+
+    Raises:
+        RequestRefused: for `n`.
+    """
+    first = sampling[0] if isinstance(sampling, list) and sampling else sampling
+    answers = first.get("n") if isinstance(first, dict) else None
+    if answers is None:
+        return
+    check_type("n", answers, int)
+    check_range("n", answers, (1, max(1, MOST_ANSWERS // max(1, prompts))))
+
+
+def check_sampling(sampling: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
+    """Check sampling parameters as they came in.
+
+    Raises:
+        RequestRefused: for the first one whose type is not the one that `struct` has for it; for a `stop_regex` that is
+            no regular expression.
+    """
+    types = _types(struct)
+    for name, value in sampling.items():
+        if name in types and name not in CONVERTED_BY_SGLANG and value is not None:
+            check_type(name, value, types[name])
+    patterns = sampling.get("stop_regex") or ()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _refusal("stop_regex", pattern, str(error)) from None
+
+
+def check_labels(labels: Mapping[str, str] | None, allowed: Iterable[str]) -> None:
+    """Refuse labels that the metrics do not have: the loop that counts answers would end."""
+    for unknown in set(labels or ()) - set(allowed):
+        raise _refusal("custom_labels", unknown, "give labels of --tokenizer-metrics-allowed-custom-labels")
+
+
+def check_tokenized(request: Any, vocab_size: int, hidden_size: int) -> None:
+    """Check a request as it goes to the scheduler.
+
+    Args:
+        request: a TokenizedGenerateReqInput or TokenizedEmbeddingReqInput.
+        vocab_size: rows of the model's embedding.
+        hidden_size: width of a row.
+
+    Raises:
+        RequestRefused: names the field, its value and what is possible.
+    """
+    for name, kind in _types(type(request)).items():
+        value = getattr(request, name)
+        if value is not None and not isinstance(value, (msgspec.Struct, array)) and name != "time_stats":
+            check_type(name, value, kind)
+    _check_prompt(request, vocab_size, hidden_size)
+    _check_sampling(request.sampling_params, vocab_size)
+    if hasattr(request, "top_logprobs_num"):
+        _check_logprobs(request, vocab_size)
+
+
+def _check_prompt(request: Any, vocab_size: int, hidden_size: int) -> None:
+    tokens = len(request.input_ids) if request.input_ids is not None else 0
+    embeds = getattr(request, "input_embeds", None)
+    if embeds is not None:
+        if not embeds or any(len(row) != hidden_size for row in embeds):
+            raise RequestRefused(f"input_embeds are not possible: give one row or more of {hidden_size} numbers.")
+        tokens = len(embeds)
+    elif request.mm_inputs is None and getattr(request, "session_params", None) is None and not tokens:
+        raise RequestRefused("The prompt is empty: give at least one token, as text or as input_ids.")
+    if tokens and embeds is None and request.mm_inputs is None:
+        check_tokens("input_ids", request.input_ids, vocab_size)
+    for name in ("token_indices_to_pool", "multi_item_delimiter_indices"):
+        for position in getattr(request, name, None) or ():
+            check_range(name, position, (0, tokens - 1))
+
+
+def _check_sampling(sampling: Any, vocab_size: int) -> None:
+    for name, bounds in SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None:
+            check_range(name, value, bounds)
+    check_tokens("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
+    for token, bias in (sampling.logit_bias or {}).items():
+        check_range(f"logit_bias of token {token}", bias, LOGIT_BIAS_RANGE)
+
+
+def _check_logprobs(request: Any, vocab_size: int) -> None:
+    check_range("logprob_start_len", request.logprob_start_len, (-1, INT32_MAX))
+    check_range("top_logprobs_num", request.top_logprobs_num, (0, vocab_size))
+    start = request.logprob_start_len
+    prompt = len(request.input_ids or ()) - start if start >= 0 else 0
+    positions = prompt + (request.sampling_params.max_new_tokens or 0)
+    if request.return_logprob and request.top_logprobs_num * positions > MOST_LOGPROBS:
+        raise RequestRefused(
+            f"top_logprobs_num {request.top_logprobs_num} at {positions} positions is not possible: give at most "
+            f"{MOST_LOGPROBS // positions}, fewer max_new_tokens or a later logprob_start_len."
+        )
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value that the scheduler could not decode as a `kind`."""
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise _refusal(name, value, str(error).rstrip(".").replace("Expected", "expected", 1)) from None
+    if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+        raise _refusal(name, value, "give an integer of 64 bits")
+
+
+def check_range(name: str, value: float, bounds: tuple[float, float]) -> None:
+    """Refuse a number outside `bounds`, or one that is not a number."""
+    low, high = bounds
+    if not low <= value <= high:
+        raise _refusal(name, value, f"give {low:g} to {high:g}" if isinstance(high, float) else f"give {low} to {high}")
+
+
+def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Refuse token ids that the model has no row for."""
+    ids = np.fromiter(tokens, np.int64)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise _refusal(f"token {outside[0]} in {name}", None, f"give 0 to {vocab_size - 1}")
+
+
+def _refusal(name: str, value: Any, remedy: str) -> RequestRefused:
+    shown = "" if value is None else f" {_shown(value)}"
+    return RequestRefused(f"{name}{shown} is not possible: {remedy}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@functools.lru_cache
+def _types(struct: Any) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(struct)}

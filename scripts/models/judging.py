@@ -1,0 +1,74 @@
+"""Compares what an engine answered with Hugging Face in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from scripts.models.serving import PROMPTS
+from test.reference.selection import selection_is_top_k
+from test.reference.sparse_reference import SparseReference
+from test.reference.trace import load_trace
+
+TOLERANCE = 1e-3
+"""Of log-probabilities, in nats."""
+WIDE_TIE = 0.1
+"""Of a block's score, relative: what a key's last float32 bit may move a bfloat16 summary by."""
+
+
+def judge(reference: Path, answers: dict[str, dict[str, Any]], trace: Path, sparse: bool) -> dict[str, Any]:
+    """Largest differences from the reference.
+
+    Returns:
+        `below`, `above`: the largest difference of a log-probability, in nats. `greedy`: every token is the
+        reference's most probable, ties within the tolerance. Where it attends sparsely also `top_k`, the share of
+        selections that are the top K of the reference's own scores, and `dense`, how far the answers past the budget
+        are from attention to everything.
+    """
+    model = SparseReference(AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32))
+    verdict: dict[str, Any] = {"greedy": True}
+    for name, prompt in PROMPTS.items():
+        answer = answers[name]
+        prefilled = model.prefill(prompt)
+        processed = answer["output_ids"][:-1]
+        dense = torch.cat([prefilled.logprobs[None], model.decode_dense(prefilled, processed)])
+        expected = dense
+        if sparse and name == "above":
+            steps = load_trace(trace, answer["rid"])[: len(processed)]
+            decoded = model.decode_recorded(prefilled, processed, steps)
+            expected = torch.cat([prefilled.logprobs[None], decoded.logprobs])
+            selected = torch.stack([step.selected for step in steps], dim=1)
+            verdict["top_k"] = float(selection_is_top_k(decoded.scores, selected, WIDE_TIE).float().mean())
+            verdict["dense"] = _difference(answer["logprobs"], dense)
+        verdict[name] = _difference(answer["logprobs"], expected)
+        chosen = expected.gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
+        verdict["greedy"] &= bool((chosen >= expected.amax(-1) - TOLERANCE).all())
+    return verdict
+
+
+def is_equal(verdict: dict[str, Any]) -> bool:
+    """Whether the answers are the reference's."""
+    sparse = verdict.get("top_k", 1.0) == 1.0 and verdict.get("dense", 1.0) > 10 * TOLERANCE
+    return verdict["greedy"] and max(verdict["below"], verdict["above"]) < TOLERANCE and sparse
+
+
+def agreement(answers: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The same between two engines that attend to everything, where transformers has no such model."""
+    differences = {}
+    for name in PROMPTS:
+        rows = zip(answers[name]["logprobs"], stock[name]["logprobs"], strict=True)
+        differences[name] = max(abs(value - dict(map(tuple, b))[token]) for a, b in rows for token, value in a[:1])
+    return differences
+
+
+def _difference(logprobs: list[list[tuple[int, float]]], expected: Tensor) -> float:
+    """Over the tokens that the engine reported; `expected` is [tokens, vocabulary]."""
+    largest = 0.0
+    for reported, row in zip(logprobs, expected, strict=True):
+        tokens, values = zip(*reported, strict=True)
+        largest = max(largest, float((torch.tensor(values) - row[list(tokens)]).abs().max()))
+    return largest

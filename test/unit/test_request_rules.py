@@ -1,0 +1,170 @@
+"""What a request may say: a value that would end a scheduler is refused by name, and nothing else is."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_oasis.errors import RequestRefused
+from sglang_oasis.seams.request_rules import check_answers, check_labels, check_sampling, check_tokenized
+
+VOCABULARY, WIDTH = 100, 8
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
+
+
+def tokenized(sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedGenerateReqInput:
+    """A request that is fine but for these fields, as SGLang hands it to the scheduler."""
+    params = SamplingParams(**{"max_new_tokens": 4, **(sampling or {})})
+    params.normalize(TOKENIZER)
+    return TokenizedGenerateReqInput(
+        **{
+            "input_text": "",
+            "input_ids": array("q", [5, 6, 7]),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+            **fields,
+        }
+    )
+
+
+def refusal(sampling: dict[str, Any] | None = None, **fields: Any) -> str | None:
+    """The sentence with which a request is refused; None if it is not."""
+    try:
+        check_sampling(sampling or {}, SamplingParams)
+        check_tokenized(tokenized(sampling, **fields), VOCABULARY, WIDTH)
+    except RequestRefused as error:
+        sentence = str(error)
+        assert sentence.endswith(".")
+        assert "\n" not in sentence
+        return sentence
+    return None
+
+
+FINE_SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1e-6, "top_k": -1, "top_p": 1, "min_p": 1},
+    {"top_k": VOCABULARY + 1},
+    {"stop_token_ids": [0, VOCABULARY - 1, None]},
+    {"stop_regex": ["a+", "b"], "stop": "c"},
+    {"logit_bias": {"5": -1e9, "6": 100}},
+    {"custom_params": {"anything": [1, "a"]}},
+    {"max_new_tokens": None, "n": None, "min_new_tokens": 10_000},
+    {"repetition_penalty": 2, "frequency_penalty": -2.0},
+]
+BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": math.nan}, "temperature nan is not possible: give 0 to 3.4e+38."),
+    ({"temperature": math.inf}, "temperature inf is not possible"),
+    ({"temperature": "hot"}, "temperature 'hot' is not possible: expected `float`, got `str`."),
+    ({"temperature": [1]}, "temperature [1] is not possible: expected `float`, got `array`."),
+    ({"top_k": 1.5}, "top_k 1.5 is not possible: expected `int`, got `float`."),
+    ({"top_k": True}, "top_k True is not possible: expected `int`, got `bool`."),
+    ({"top_k": 2**31}, "top_k 2147483648 is not possible: give 1 to 1073741824."),
+    ({"min_new_tokens": 2**40}, "min_new_tokens 1099511627776 is not possible"),
+    ({"max_new_tokens": 2**70}, "max_new_tokens 1180591620717411303424 is not possible: give an integer of 64 bits."),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty 1e-30 is not possible: give 1e-06 to 2."),
+    ({"logit_bias": {"5": math.nan}}, "logit_bias of token 5 nan is not possible"),
+    ({"logit_bias": {5: 1.0}}, "logit_bias {5: 1.0} is not possible: expected `str`, got `int`"),
+    ({"stop_token_ids": [VOCABULARY]}, f"token {VOCABULARY} in stop_token_ids is not possible: give 0 to 99."),
+    ({"stop_token_ids": [-1]}, "token -1 in stop_token_ids is not possible"),
+    ({"stop_regex": "((("}, "stop_regex '(((' is not possible: missing ), unterminated subpattern at position 2."),
+    ({"stop_regex": ["a", "\\"]}, "stop_regex '\\\\' is not possible: bad escape (end of pattern) at position 0."),
+    ({"stop_regex": "a{99999999999}"}, "stop_regex 'a{99999999999}' is not possible"),
+    ({"stop": [5]}, "stop [5] is not possible"),
+    ({"json_schema": {"type": "object"}}, "json_schema {'type': 'object'} is not possible"),
+    ({"stream_interval": -1}, "stream_interval -1 is not possible"),
+    ({"regex": ["a" * 100]}, f"regex ['{'a' * 58}... is not possible"),
+]
+FINE_FIELDS: list[dict[str, Any]] = [
+    {"top_logprobs_num": VOCABULARY},
+    {"logprob_start_len": 0, "top_logprobs_num": 5},
+    {"input_ids": None, "input_embeds": [[0.5] * WIDTH]},
+    {"input_ids": array("q", [0, VOCABULARY - 1])},
+    {"priority": -5, "extra_key": "tenant"},
+]
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": array("q")}, "The prompt is empty"),
+    ({"input_ids": array("q", [5, VOCABULARY])}, "token 100 in input_ids is not possible: give 0 to 99."),
+    ({"input_ids": array("q", [5, -1])}, "token -1 in input_ids is not possible"),
+    ({"input_ids": None, "input_embeds": [[0.5] * (WIDTH - 1)]}, "give one row or more of 8 numbers."),
+    ({"input_ids": None, "input_embeds": []}, "input_embeds are not possible"),
+    ({"top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num 101 is not possible: give 0 to 100."),
+    ({"top_logprobs_num": -1}, "top_logprobs_num -1 is not possible"),
+    ({"logprob_start_len": -2}, "logprob_start_len -2 is not possible"),
+    ({"priority": 1.5}, "priority 1.5 is not possible: expected `int | null`, got `float`."),
+    ({"stream": "yes"}, "stream 'yes' is not possible: expected `bool`, got `str`."),
+    ({"token_indices_to_pool": [3]}, "token_indices_to_pool 3 is not possible: give 0 to 2."),
+    ({"positional_embed_overrides": {"x": 1}}, "positional_embed_overrides {'x': 1} is not possible"),
+]
+
+
+@pytest.mark.parametrize("sampling", FINE_SAMPLING)
+def test_sampling_that_can_be_served_is_not_refused(sampling: dict[str, Any]) -> None:
+    assert refusal(sampling) is None
+
+
+@pytest.mark.parametrize(("sampling", "sentence"), BAD_SAMPLING)
+def test_sampling_that_would_end_a_scheduler_is_refused(sampling: dict[str, Any], sentence: str) -> None:
+    assert sentence in str(refusal(sampling))
+
+
+@pytest.mark.parametrize("fields", FINE_FIELDS)
+def test_fields_that_can_be_served_are_not_refused(fields: dict[str, Any]) -> None:
+    assert refusal(**fields) is None
+
+
+@pytest.mark.parametrize(("fields", "sentence"), BAD_FIELDS)
+def test_fields_that_would_end_a_scheduler_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    assert sentence in str(refusal(**fields))
+
+
+def test_logprobs_are_bounded_by_their_number() -> None:
+    many = {"sampling": {"max_new_tokens": 10**6}, "top_logprobs_num": 20}
+    assert "top_logprobs_num 20 at 1000000 positions is not possible: give at most 16," in str(refusal(**many))
+    assert refusal(**many, return_logprob=False) is None
+    assert refusal(sampling={"max_new_tokens": 10**5}, top_logprobs_num=20) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "highest"), [({"text": "a"}, 4096), ({"text": ["a", "b"]}, 2048), ({"input_ids": [[1], [2]]}, 2048)]
+)
+def test_answers_are_bounded_before_any_is_set_up(request_: dict[str, Any], highest: int) -> None:
+    from sglang_oasis.seams.request_validation import _normalize
+
+    def normalized(n: Any) -> list[int]:
+        reached: list[int] = []
+        _normalize(lambda request: reached.append(1), GenerateReqInput(**request_, sampling_params={"n": n}))
+        return reached
+
+    assert normalized(highest) == normalized(None) == [1]
+    for n in (highest + 1, 0, -1, "2", 1.5):
+        with pytest.raises(RequestRefused, match=r"^n .* is not possible"):
+            normalized(n)
+
+
+def test_the_first_of_several_settings_says_how_many_answers() -> None:
+    check_answers(2, [{"n": 2}, {"n": 2}])
+    check_answers(1, None)
+    check_answers(1, [])
+    with pytest.raises(RequestRefused):
+        check_answers(2, [{"n": 10**9}, {"n": 10**9}])
+
+
+def test_labels_are_those_of_the_metrics() -> None:
+    check_labels(None, ())
+    check_labels({"tenant": "a"}, ("tenant",))
+    with pytest.raises(RequestRefused, match="custom_labels 'x' is not possible"):
+        check_labels({"x": "a"}, ("tenant",))
