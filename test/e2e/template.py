@@ -51,7 +51,7 @@ Job = Callable[[], object]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 32
-_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_")
+_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "LD_", "MALLOC_")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,28 +25,34 @@ from sglang_oasis.seams.server_args import uses_host_pool
 
 GRACE_SECONDS = 10.0
 """Seconds that requests have to end: supervisors wait for 10 (Docker) to 30 (Kubernetes) before they kill."""
+EXIT_SECONDS = 3.0
+"""Seconds that processes have to end by themselves, when all requests have ended."""
 
 logger = logging.getLogger(__name__)
 _timer: threading.Timer | None = None
 
 
-def end_soon(signal_number: int) -> None:
-    """Give this server's requests their time, then end it."""
+def end_soon(signal_number: int, tokenizer_manager: Any) -> None:
+    """Give the requests of this server their time, then end it."""
     global _timer
     if _timer is None:
-        _timer = threading.Timer(GRACE_SECONDS, _end_now, [signal_number])
+        _timer = threading.Timer(GRACE_SECONDS, _end_now, [signal_number, tokenizer_manager])
         _timer.daemon = True
         _timer.start()
 
 
-def _end_now(signal_number: int) -> None:
+def _end_now(signal_number: int, tokenizer_manager: Any) -> None:
     from sglang.srt.utils import kill_process_tree
 
-    name = signal.Signals(signal_number).name
-    logger.warning("Not all requests have ended %.0f s after %s: the server ends without them.", GRACE_SECONDS, name)
+    running = len(tokenizer_manager.rid_to_state)
+    if running == 0:
+        time.sleep(EXIT_SECONDS)
+    else:
+        name = signal.Signals(signal_number).name
+        logger.warning("%d requests still run %.0f s after %s: the server ends.", running, GRACE_SECONDS, name)
     kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
     logging.shutdown()
-    os._exit(128 + signal_number)
+    os._exit(128 + signal_number if running else 0)
 
 
 def serves_sglang(server: Any) -> bool:
@@ -56,13 +63,16 @@ def serves_sglang(server: Any) -> bool:
 
 
 def _on_sigterm(handler: Any, *args: Any, **kwargs: Any) -> None:
-    if uses_host_pool(handler.tokenizer_manager.server_args):
-        end_soon(signal.SIGTERM)
+    manager = handler.tokenizer_manager
+    if uses_host_pool(manager.server_args):
+        end_soon(signal.SIGTERM, manager)
 
 
 def _on_uvicorns_signal(server: Any, signal_number: int, *args: Any, **kwargs: Any) -> None:
     if serves_sglang(server):
-        end_soon(signal_number)
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        end_soon(signal_number, get_global_state().tokenizer_manager)
 
 
 def _leave_sigterm_to_the_program(original: Callable[..., Any], manager: Any) -> None:
