@@ -188,7 +188,7 @@ def engine_told_while_it_generates(log: Path, sign: int) -> End:
         return running.end(sign)
 
 
-HOURS = f"1 requests still run {GRACE_SECONDS:.0f} s after"
+UNANSWERED = f"The server ends {GRACE_SECONDS:.0f} s after {{}}; unanswered requests: 1."
 # Name -> (what happens, exit codes, what is printed).
 CASES: dict[str, tuple[Callable[[Path], End], tuple[int, ...], str]] = {
     "killed while its processes import": (killed_while_its_processes_import, (-signal.SIGKILL,), ""),
@@ -197,12 +197,12 @@ CASES: dict[str, tuple[Callable[[Path], End], tuple[int, ...], str]] = {
     "SIGTERM in a pass that takes hours": (
         lambda log: told_in_a_pass_that_takes_hours(log, signal.SIGTERM),
         (128 + signal.SIGTERM,),
-        f"{HOURS} SIGTERM",
+        UNANSWERED.format("SIGTERM"),
     ),
     "SIGINT in a pass that takes hours": (
         lambda log: told_in_a_pass_that_takes_hours(log, signal.SIGINT),
         (128 + signal.SIGINT,),
-        f"{HOURS} SIGINT",
+        UNANSWERED.format("SIGINT"),
     ),
     "killed in a pass that takes hours": (
         lambda log: told_in_a_pass_that_takes_hours(log, signal.SIGKILL),

@@ -49,7 +49,7 @@ def _end_now(signal_number: int, tokenizer_manager: Any) -> None:
         time.sleep(EXIT_SECONDS)
     else:
         name = signal.Signals(signal_number).name
-        logger.warning("%d requests still run %.0f s after %s: the server ends.", running, GRACE_SECONDS, name)
+        logger.warning("The server ends %.0f s after %s; unanswered requests: %d.", GRACE_SECONDS, name, running)
     kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
     logging.shutdown()
     os._exit(128 + signal_number if running else 0)
