@@ -1,34 +1,61 @@
 #!/usr/bin/env bash
-# Static checks, then unit tests, then end-to-end tests. With arguments: only pytest, with these arguments.
+# Static checks, unit tests, compile reports, sanitizers, end-to-end tests; prints how long each took, also when one fails.
+# With arguments: only pytest, with these arguments.
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 OASIS_VENV=$(realpath -m "${OASIS_VENV:-$repo/.venv}")
 export OASIS_VENV
 cd "$repo"
-bash scripts/setup_env.sh --test
+
+parts=() # NAME SECONDS OUTCOME, one string each
+
+run() { # NAME COMMAND...
+    local name=$1 begin=$SECONDS status=0
+    shift
+    printf '\n[test] %s\n' "$*"
+    "$@" || status=$?
+    parts+=("$(printf '%-12s %5d s   %s' "$name" $((SECONDS - begin)) "$( ((status == 0)) && echo passed || echo failed)")")
+    return "$status"
+}
+
+report() {
+    local status=$? part
+    ((${#parts[@]} > 0)) || exit "$status"
+    printf '\n[test] seconds of each part\n'
+    for part in "${parts[@]}"; do printf '[test]   %s\n' "$part"; done
+    printf '[test]   %-12s %5d s   %s\n' total "$SECONDS" "$( ((status == 0)) && echo passed || echo failed)"
+    exit "$status"
+}
+
+if (($# > 0)); then
+    bash scripts/setup_env.sh --test
+else
+    trap report EXIT
+    run environment bash scripts/setup_env.sh --test
+fi
 
 export PATH=$OASIS_VENV/bin:$PATH
 export PYTHONPATH=$repo/python # a shared environment may meanwhile be linked to another checkout
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # spinning threads of two processes starve each other
 
-run() {
-    printf '\n[test] %s\n' "$*"
-    "$@"
-}
-
 if (($# > 0)); then
-    run exec pytest "$@"
+    printf '\n[test] pytest %s\n' "$*"
+    exec pytest "$@"
 fi
 
-run ruff check .
-run ruff format --check .
-run mypy
-run pytest test/unit
-run python -m sglang_oasis.ops.compile_report # registers, shared memory and spills of the kernels for GPUs
-if command -v nvcc >/dev/null; then run python -m sglang_oasis.ops.cuda_report; fi
-run scripts/sanitize.sh
-run python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
-run pytest test/e2e
+compile_reports() { # registers, shared memory and spills of the kernels for GPUs
+    python -m sglang_oasis.ops.compile_report || return
+    if command -v nvcc >/dev/null; then python -m sglang_oasis.ops.cuda_report; fi
+}
+
+run static ruff check .
+run format ruff format --check .
+run types mypy
+run model python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
+run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit
+run compile compile_reports
+run sanitizers scripts/sanitize.sh
+run e2e pytest test/e2e
 printf '\n[test] everything passed\n'

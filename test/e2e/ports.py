@@ -29,8 +29,7 @@ def reserve_port() -> int:
     """
     folder = Path(tempfile.gettempdir()) / f"sglang-oasis-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    first_ephemeral = int(EPHEMERAL_RANGE.read_text().split()[0])
-    candidates = range(LOWEST, min(HIGHEST + 1, first_ephemeral))
+    candidates = range(LOWEST, min(HIGHEST + 1, _first_ephemeral()))
     for port in random.SystemRandom().sample(candidates, len(candidates)):
         lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -43,6 +42,10 @@ def reserve_port() -> int:
             return port
         os.close(lock)
     raise RuntimeError(f"no port of {candidates} is free: end what listens there.")
+
+
+def _first_ephemeral() -> int:
+    return int(EPHEMERAL_RANGE.read_text().split()[0])
 
 
 def _can_be_bound(port: int) -> bool:

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 from test.e2e.template import Request, Spawner, environment_key
 
 REPOSITORY = Path(__file__).parents[2]
-STOP_TIMEOUT = 20.0
+STOP_TIMEOUT = 5.0
 _MOST_TEMPLATES = 3
 _TEMPLATE_TIMEOUT = 240.0
 """Seconds until a template has imported everything."""
@@ -83,7 +83,7 @@ class Templates:
         for spawner in self._spawners.values():
             spawner.close()
         for process in self._processes:
-            process.wait(STOP_TIMEOUT)
+            process.wait(_TEMPLATE_TIMEOUT)
 
     def _spawner(self, environment: Mapping[str, str]) -> Spawner:
         key = environment_key(environment)
@@ -203,13 +203,11 @@ def group_members(leader: int) -> list[str]:
 
 
 def stop_group(process: Process) -> None:
-    """End a process and everything in its group."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        try:
+    """End a process as Ctrl-C does, which a server obeys at once, and whatever is left of its group."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            continue
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -125,7 +125,7 @@ def launch_server(
             process = start(argv, environment=environment, output=output, ordinary=ordinary)
         server = Server(f"http://127.0.0.1:{port}", process.pid, log)
         try:
-            _wait_until_ready(server, process)
+            wait_until_ready(server, process)
             yield server
         except BaseException:
             print(f"--- last lines of the server ({' '.join(flags)}) ---\n{tail(log)}")
@@ -140,7 +140,13 @@ def tail(log: Path, lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _wait_until_ready(server: Server, process: Process) -> None:
+def wait_until_ready(server: Server, process: Process) -> None:
+    """Return when the server generates.
+
+    Raises:
+        RuntimeError: it has ended.
+        TimeoutError: it takes too long.
+    """
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.poll() is not None:

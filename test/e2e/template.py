@@ -51,7 +51,7 @@ Job = Callable[[], object]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 32
-_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_")
+_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "LD_", "MALLOC_")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -255,6 +255,7 @@ def _spawn_from_a_copy(settings: dict[str, str]) -> None:
 
 def main() -> None:
     """Import, then fork what is asked for over the socket whose file descriptor is the argument."""
+    setproctitle.getproctitle()  # which finds its place in memory as long as the environment is the first one
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in IMPORTED:
         importlib.import_module(module)
@@ -262,7 +263,6 @@ def main() -> None:
     early = [name for name in NOT_IMPORTED if name in sys.modules]
     if early:
         raise RuntimeError(f"the template must not import {', '.join(early)}.")
-    setproctitle.getproctitle()  # it finds its place in memory as long as the environment is the first one
     gc.collect()
     gc.freeze()  # else the first collection of each forked process copies it all
     job = serve(connection)

@@ -20,7 +20,9 @@ ADAPTIVE = (
 
 
 def test_the_cap_follows_the_need_and_poor_layers_fetch_what_they_miss() -> None:
-    with launch_server(*FLAGS, *ADAPTIVE, env=ENVIRONMENT, model=truncated_model_path(LAYERS)) as server:
+    model = truncated_model_path(LAYERS)
+    # One of the servers that are started as users start them, and not forked.
+    with launch_server(*FLAGS, *ADAPTIVE, env=ENVIRONMENT, model=model, ordinary=True) as server:
         start = server.stats()
         assert (start["config"]["fetch_ratio"], start["config"]["miss_policy"]) == (None, "auto")
         with ThreadPoolExecutor(3) as pool:

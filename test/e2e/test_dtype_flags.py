@@ -6,15 +6,15 @@ One process resolves all of them; how fast the CPU is, the test says.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.processes import run
 from test.e2e.test_speculation import write_untrained_head
 
 pytestmark = pytest.mark.e2e
@@ -40,7 +40,7 @@ def resolve(asked, rates):
     view = resolved_view(record)
     return {name: getattr(view, name) for name in SHOWN} | {"model": str(model_config_of(record).dtype)}
 
-print(json.dumps([resolve(*case) for case in json.load(sys.stdin)]))
+print("RESOLVED", json.dumps([resolve(*case) for case in json.loads(sys.argv[1])]))
 """
 SLOW, FAST = (20e9, 80e9), (200e9, 80e9)
 MEMORY = ("--lookahead-kv-host-gb", "0.2", "--lookahead-kv-device-gb", "0.2", "--context-length", "1024")
@@ -123,15 +123,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, An
     for keyword, sleeps in ENGINE:
         given = {} if sleeps is None else {"sleep_on_idle": sleeps}
         asked[keyword, sleeps] = ({"model_path": str(folder / "bfloat16"), keyword: True, **given}, FAST)
-    output = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(list(asked.values())),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    ).stdout
-    return dict(zip(asked, json.loads(output.splitlines()[-1]), strict=True))
+    (script := folder / "resolve.py").write_text(SCRIPT)
+    argv = [str(script), json.dumps(list(asked.values()))]
+    exit_code, output = run(argv, environment=os.environ, timeout=200)
+    assert exit_code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith("RESOLVED ")]
+    return dict(zip(asked, json.loads(line.removeprefix("RESOLVED ")), strict=True))
 
 
 @pytest.mark.parametrize("case", DTYPES, ids=lambda case: f"{case[0]} {' '.join(case[1])} {case[2][0] / case[2][1]}")

@@ -97,7 +97,7 @@ def interview(server: Server, prompts: list[list[int]]) -> Answers:
 
 @pytest.fixture(scope="module")
 def stock(prompts: list[list[int]]) -> Answers:
-    with launch_server(*STOCK_FLAGS) as server:
+    with launch_server(*STOCK_FLAGS, ordinary=True) as server:
         return interview(server, prompts)
 
 

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import find_selector
-from sglang_oasis.seams.launch_environment import check_model_folder, check_port
+from sglang_oasis.seams.launch_environment import check_model_folder, check_port, listen
 from sglang_oasis.seams.preflight import check_device
+from test.e2e.ports import reserve_port
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_budget_tokens", 0),
@@ -173,6 +174,20 @@ def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     assert "192.0.2.1" in refusal(lambda: check_port("192.0.2.1", 0))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_port_is_taken_from_when_it_listens(host: str) -> None:
+    port = reserve_port()
+    listening = listen(host, port, 5)
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        assert f"port {port} on {host} cannot be used" in refusal(lambda: listen(host, port, 5))
+    finally:
+        for each in listening:
+            each.close()
+    for each in listen(host, port, 5):
+        each.close()
 
 
 @pytest.fixture

@@ -9,13 +9,15 @@ from typing import Any
 from sglang_oasis import SUPPORTED_SGLANG_VERSION
 from sglang_oasis.errors import LookaheadKVError
 
+_PACKAGES = ("sglang", "multiprocessing", "uvicorn")
+
 
 @dataclass(frozen=True)
 class Seam:
     """A hook on an SGLang symbol.
 
     Attributes:
-        target: dotted path below `sglang.srt`, or from `sglang` on.
+        target: dotted path below `sglang.srt`, or from a package's name on: `sglang`, or one that SGLang builds on.
         hook: the hook function, with the signature that SGLang prescribes for `kind`.
         kind: "BEFORE", "AFTER", "AROUND" or "REPLACE".
     """
@@ -26,7 +28,7 @@ class Seam:
 
     @property
     def path(self) -> str:
-        return self.target if self.target.startswith("sglang.") else f"sglang.srt.{self.target}"
+        return self.target if self.target.split(".")[0] in _PACKAGES else f"sglang.srt.{self.target}"
 
 
 def seams() -> list[Seam]:
@@ -45,6 +47,7 @@ def seams() -> list[Seam]:
         internal_state,
         kv_pool,
         logit_processors,
+        parent_death,
         post_capture_sizing,
         request_validation,
         running_batch,
@@ -52,6 +55,7 @@ def seams() -> list[Seam]:
         sizing,
         speculation,
         stop_regex,
+        termination,
     )
 
     return [
@@ -75,6 +79,8 @@ def seams() -> list[Seam]:
         *request_validation.SEAMS,
         *control_requests.SEAMS,
         *stop_regex.SEAMS,
+        *parent_death.SEAMS,
+        *termination.SEAMS,
     ]
 
 

@@ -1,18 +1,23 @@
-"""Checks the port before the model is loaded, adds `GET /lookahead_kv/stats`, and answers 400 to what is refused.
+"""Checks the port before the model is loaded and takes it before the warm-up, adds `GET /lookahead_kv/stats`, and
+answers 400 to what is refused.
 
 Read from sglang 0.5.23: `entrypoints/http_server.launch_server` (BEFORE: no process has been spawned),
-`entrypoints/http_server._setup_and_run_http_server` (BEFORE: the app exists, no request has been served),
-`tokenizer_manager.get_internal_state` (one answer per data-parallel rank).
+`entrypoints/http_server._setup_and_run_http_server` (AROUND: the app exists, no request has been served; when it
+returns or fails, the launcher ends the other processes), `tokenizer_manager.get_internal_state` (one answer per
+data-parallel rank). Read from uvicorn 0.54: `server.Server.startup` (AROUND: it would start SGLang's warm-up before it
+finds that it cannot listen, and then wait for the warm-up, which waits for the server).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.internal_state import STATE_KEY
-from sglang_oasis.seams.launch_environment import check_port
+from sglang_oasis.seams.launch_environment import check_port, listen
 from sglang_oasis.seams.server_args import enabled, uses_host_pool
+from sglang_oasis.seams.termination import serves_sglang
 
 STATS_PATH = "/lookahead_kv/stats"
 
@@ -37,7 +42,19 @@ def _check_port(server_args: Any, *args: Any, **kwargs: Any) -> None:
         check_port(server_args.host, server_args.port)
 
 
-def _complete_app(server_args: Any, *args: Any, **kwargs: Any) -> None:
+def _run_http_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    _complete_app(server_args)
+    try:
+        return original(server_args, *args, **kwargs)
+    finally:
+        if uses_host_pool(server_args):
+            # The launcher ends the others now: no crash, for which it would be killed before it has said why.
+            get_global_state().tokenizer_manager._subprocess_watchdog.stop()
+
+
+def _complete_app(server_args: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     known = {getattr(route, "path", None) for route in app.routes}
@@ -46,7 +63,17 @@ def _complete_app(server_args: Any, *args: Any, **kwargs: Any) -> None:
     app.add_exception_handler(ValueError, refused)
 
 
+async def _start_up(original: Callable[..., Any], server: Any, sockets: Any = None) -> None:
+    if sockets is not None or not serves_sglang(server):
+        await original(server, sockets=sockets)
+        return
+    listening = listen(server.config.host, server.config.port, server.config.backlog)
+    await original(server, sockets=listening)
+    server._log_started_message(listening)  # which it leaves to those who bring their own
+
+
 SEAMS = [
     Seam("entrypoints.http_server.launch_server", _check_port, "BEFORE"),
-    Seam("entrypoints.http_server._setup_and_run_http_server", _complete_app, "BEFORE"),
+    Seam("entrypoints.http_server._setup_and_run_http_server", _run_http_server, "AROUND"),
+    Seam("uvicorn.server.Server.startup", _start_up, "AROUND"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from sglang_oasis.cpus import allowed_cpus, usable_cpus
 from sglang_oasis.errors import LookaheadKVError
 
+_HIGHEST_PORT = 65535
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -35,17 +37,69 @@ def check_port(host: str | None, port: int) -> None:
     Raises:
         LookaheadKVError: the port is in use.
     """
-    address = host or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for bound in _bind(host, port):
+        bound.close()
+
+
+def listen(host: str | None, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen, one for each address of the host, as asyncio's servers have.
+
+    Raises:
+        LookaheadKVError: the port has been taken since it was checked.
+    """
+    listening = _bind(host, port)
+    for bound in listening:
         try:
-            probe.bind((address, port))
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "ports are 0 to 65535"
-            raise LookaheadKVError(
-                f"port {port} on {address} cannot be used ({reason}): stop what listens there or choose another --port."
-            ) from None
+            bound.listen(backlog)
+        except OSError as error:
+            raise _unusable(host, port, error.strerror) from None
+        bound.setblocking(False)
+    return listening
+
+
+def _bind(host: str | None, port: int) -> list[socket.socket]:
+    """One socket for each address of the host that this machine has."""
+    bound: list[socket.socket] = []
+    missing = None
+    try:
+        if not 0 <= port <= _HIGHEST_PORT:
+            raise OSError(errno.EINVAL, f"ports are 0 to {_HIGHEST_PORT}")
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                bound.append(_bound(family, kind, protocol, address))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+        if missing is not None and not bound:
+            raise missing
+    except OSError as error:
+        for opened in bound:
+            opened.close()
+        raise _unusable(host, port, error.strerror) from None
+    return bound
+
+
+def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+    created = socket.socket(family, kind, protocol)
+    try:
+        created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            created.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        created.bind(address)
+    except OSError:
+        created.close()
+        raise
+    return created
+
+
+def _unusable(host: str | None, port: int, reason: str | None) -> LookaheadKVError:
+    return LookaheadKVError(
+        f"port {port} on {host or 'any address'} cannot be used ({reason}): stop what listens there or choose another "
+        f"--port."
+    )
 
 
 def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: bool = True) -> None:

@@ -1,0 +1,98 @@
+"""SIGTERM and Ctrl-C end a server soon, whatever it is doing.
+
+SGLang waits until all requests have been answered, however long that takes, and for its warm-up. Here requests have
+`GRACE_SECONDS`; then every process ends.
+
+Read from sglang 0.5.23: `managers/tokenizer_manager.SignalHandler.sigterm_handler` (BEFORE: a server's SIGTERM once it
+has had a request), `TokenizerManager.auto_create_handle_loop` there (AROUND: it takes SIGTERM away from a program with
+an Engine, and hears it only while that generates; the program gets it back, and its processes end with it). Read from
+uvicorn 0.54: `server.Server.handle_exit` (BEFORE: Ctrl-C, and SIGTERM before the first request). When SGLang's shutdown
+has a time limit, remove this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.server_args import uses_host_pool
+
+GRACE_SECONDS = 10.0
+"""Seconds that requests have to end: supervisors wait for 10 (Docker) to 30 (Kubernetes) before they kill."""
+EXIT_SECONDS = 3.0
+"""Seconds that processes have to end by themselves, when all requests have ended."""
+
+logger = logging.getLogger(__name__)
+_timer: threading.Timer | None = None
+
+
+def end_soon(signal_number: int, tokenizer_manager: Any) -> None:
+    """Give the requests of this server their time, then end it."""
+    global _timer
+    if _timer is None:
+        _timer = threading.Timer(GRACE_SECONDS, _end_now, [signal_number, tokenizer_manager])
+        _timer.daemon = True
+        _timer.start()
+
+
+def _end_now(signal_number: int, tokenizer_manager: Any) -> None:
+    from sglang.srt.utils import kill_process_tree
+
+    running = len(tokenizer_manager.rid_to_state)
+    if running == 0:
+        time.sleep(EXIT_SECONDS)
+    else:
+        name = signal.Signals(signal_number).name
+        logger.warning("The server ends %.0f s after %s; unanswered requests: %d.", GRACE_SECONDS, name, running)
+    kill_process_tree(os.getpid(), include_parent=False, wait_timeout=None)
+    logging.shutdown()
+    os._exit(128 + signal_number if running else 0)
+
+
+def serves_sglang(server: Any) -> bool:
+    """Whether a uvicorn server serves SGLang's app, with one of our backends."""
+    from sglang.srt.entrypoints.http_server import app
+
+    return server.config.app is app and uses_host_pool(app.server_args)
+
+
+def _on_sigterm(handler: Any, *args: Any, **kwargs: Any) -> None:
+    manager = handler.tokenizer_manager
+    if uses_host_pool(manager.server_args):
+        end_soon(signal.SIGTERM, manager)
+
+
+def _on_uvicorns_signal(server: Any, signal_number: int, *args: Any, **kwargs: Any) -> None:
+    if serves_sglang(server):
+        from sglang.srt.entrypoints.http_server import get_global_state
+
+        end_soon(signal_number, get_global_state().tokenizer_manager)
+
+
+def _leave_sigterm_to_the_program(original: Callable[..., Any], manager: Any) -> None:
+    is_server = manager._server_stop_hook is not None
+    first_time = manager.event_loop is None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if is_server or not first_time or not in_main_thread or not uses_host_pool(manager.server_args):
+        return original(manager)
+    programs = signal.getsignal(signal.SIGTERM)
+    original(manager)
+    manager.event_loop.remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, programs)
+    return None
+
+
+_MODULE = "managers.tokenizer_manager"
+SEAMS = [
+    Seam("managers.tokenizer_manager.SignalHandler.sigterm_handler", _on_sigterm, "BEFORE"),
+    Seam(
+        "managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", _leave_sigterm_to_the_program, "AROUND"
+    ),
+    Seam("uvicorn.server.Server.handle_exit", _on_uvicorns_signal, "BEFORE"),
+]
