@@ -38,8 +38,8 @@ SMALL = (
 TOKENS = 24
 PROMPTS = {"within the budget": (300, 100), "beyond the budget": (2000, 701)}  # (first token, length) in the corpus
 TOLERANCE = 2e-3
-"""Of log-probabilities, on average: a number that is nearly halfway between two of bfloat16 is rounded to either. Keys and
-values that differ by one in a million give 0.0007 here, an exact cache 0.004."""
+"""Of log-probabilities, on average: a number that is nearly halfway between two of bfloat16 is rounded to either. Keys
+and values that differ by one in a million give 0.0007 here, an exact cache 0.004."""
 
 
 class Served(NamedTuple):
