@@ -170,10 +170,3 @@ def test_the_dense_backend_does_the_same_with_a_draft_model(dense: Server, name:
     assert_near_the_rounded_one(
         {dtype: served.distance(dense_logprobs(name, served.ids, dtype)) for dtype in (torch.bfloat16, torch.float32)}
     )
-
-
-def test_an_answer_of_the_cache_is_the_same(lookahead: Server) -> None:
-    """Keys and values that came from the pool are those that were written."""
-    prompt = text(*PROMPTS["beyond the budget"])
-    first, again = (ask(lookahead, prompt, rid=f"cached-{i}") for i in range(2))
-    assert first.ids == again.ids
