@@ -19,14 +19,15 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 from transformers import AutoTokenizer
 
 from benchmark import report
-from sglang_oasis.reference_model import reference_model_path
+from sglang_oasis.reference_model import reference_model_path, truncated_model_path
+from test.e2e.idle import idle_share, processes
 from test.e2e.server import Server, launch_server
 from test.reference.corpus import real_text_tokens
 
@@ -40,14 +41,12 @@ POLLS = ("--sleep-on-idle", "false")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "lookahead": LOOKAHEAD,
     "dense": DENSE,
-    "lookahead, 3 ranks": (*LOOKAHEAD, "--tp-size", "3"),
     "lookahead, polls": (*LOOKAHEAD, *POLLS),
 }
 SLEEPING, POLLING, ASKED = "lookahead", "lookahead, polls", "dense"
-BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0"}
-"""SGLang wants to be told when ranks share a NUMA node."""
-FILLED_TOKENS = 3_000
-SETTLE_SECONDS = 3.0
+LAYERS = 4
+"""Of the reference model: what an idle server does does not depend on them, and short requests show a delay best."""
+FILLED_TOKENS = 2_000
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class Texts:
         return window
 
 
-def processes(server: Server) -> list[psutil.Process]:
-    launcher = psutil.Process(server.pid)
-    return [launcher, *launcher.children(recursive=True)]
-
-
 @contextlib.contextmanager
 def stopped(servers: Sequence[Server]) -> Iterator[None]:
     """Meanwhile they take nothing of the CPU."""
@@ -98,19 +92,6 @@ def stopped(servers: Sequence[Server]) -> Iterator[None]:
     finally:
         for process in reversed(halted):
             process.send_signal(signal.SIGCONT)
-
-
-def idle_share(server: Server, seconds: float) -> float:
-    """CPU seconds per second, of all processes of an idle server."""
-    time.sleep(SETTLE_SECONDS)
-    observed = processes(server)
-
-    def spent() -> float:
-        return sum(times.user + times.system for times in (process.cpu_times() for process in observed))
-
-    before, start = spent(), time.monotonic()
-    time.sleep(seconds)
-    return (spent() - before) / (time.monotonic() - start)
 
 
 def seconds_to_answer(server: Server, prompt: list[int], output: int) -> float:
@@ -139,10 +120,10 @@ def compared(turns: int, ways: Mapping[str, Callable[[], float]], description: s
 def measure(setup: Setup) -> dict[str, Any]:
     texts = Texts(60_000)
     with contextlib.ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(launch_server(*flags, *COMMON, env=BINDING if "--tp-size" in flags else None))
-            for name, flags in VARIANTS.items()
-        }
+        model = truncated_model_path(LAYERS)
+        starting = [launch_server(*flags, *COMMON, model=model) for flags in VARIANTS.values()]
+        with ThreadPoolExecutor(len(starting)) as starters:
+            servers = dict(zip(VARIANTS, starters.map(stack.enter_context, starting), strict=True))
         for server in servers.values():
             for _ in range(FILLED_TOKENS // 1000):
                 server.generate(texts.take(1000), max_new_tokens=4)

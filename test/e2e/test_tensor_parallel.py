@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.idle import MOST_OF_A_CORE, idle_share, polling_threads
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_same_answer, text
 
@@ -29,3 +30,6 @@ def test_three_ranks_with_one_kv_head_each_answer_as_one_rank_does(
         for ours, theirs in zip(answers(server), expected, strict=True):
             assert_same_answer(ours, theirs)
         assert server.stats()["counters"]["blocks_urgent"] > 0, "no rank had to fetch"
+        if driven_by_device == "0":
+            assert polling_threads(server) == 3, "one per rank"
+            assert idle_share(server, seconds=10) < MOST_OF_A_CORE
