@@ -94,7 +94,7 @@ if __name__ == "__main__":
             text=True,
             check=True,
         )
-    assert "verified 24" in result.stdout
+    assert "verified 25" in result.stdout
 
 
 def test_a_flag_that_would_have_no_effect_is_refused() -> None:
