@@ -106,7 +106,8 @@ def say_what_to_expect(server: Server, document_tokens: int) -> None:
     rate = answer.json()["meta_info"]["prompt_tokens"] / (time.monotonic() - began)
     console.print(
         f"\nIt reads about {rate:,.0f} tokens/s: the first answer to {document_tokens:,} tokens begins in about "
-        f"{document_tokens / rate:,.0f} s, the second one much sooner."
+        f"{document_tokens / rate:,.0f} s, the second one much sooner.",
+        soft_wrap=True,
     )
 
 

@@ -174,7 +174,8 @@ class Teller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if console.is_terminal:
+            self._progress.stop()
 
     def tell(self, text: str, completed: int | None = None) -> None:
         """Say how far it is."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -120,11 +121,12 @@ def test_who_waits_for_an_answer_hears_when_there_will_be_none(
 ) -> None:
     write(stand_in, on_request=f'if self.path == "/answer": {fault}')
     with (
-        pytest.raises(server_process.ServerError, match=sentence),
+        pytest.raises(server_process.ServerError, match=sentence) as raised,
         server_process.running_server([], tmp_path / "log") as server,
         server_process.watched(server, lambda: None),
     ):
         server.get("/answer", timeout=TIMEOUT_S)
+    assert not isinstance(raised.value.__cause__, httpx.TimeoutException), "who waits is woken"
 
 
 def test_what_is_watched_sees_the_tokens_grow(stand_in: Path, tmp_path: Path) -> None:
