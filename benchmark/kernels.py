@@ -3,10 +3,10 @@
     python -m benchmark.kernels
 
 Each instruction set has a process of its own, in which torch keeps to it, too. Around every decode attention the same
-process reads a large buffer with the same threads; what the kernel reaches is given as a share of that. It runs over several
-layers in turn, more than the caches hold. Pages of the host pool are in the order in which SGLang's allocator hands them out,
-or shuffled; slots of the resident tier always lie side by side. Around every extend attention it multiplies matrices in
-float32 with the same threads.
+process reads a large buffer with the same threads; what the kernel reaches is given as a share of that. It runs over
+several layers in turn, more than the caches hold. Pages of the host pool are in the order in which SGLang's allocator
+hands them out, or shuffled; slots of the resident tier always lie side by side. Around every extend attention the process
+multiplies matrices in float32 with the same threads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TORCH_LIMITS = {
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""Environment in which torch keeps to an instruction set; it has no narrower ones, and takes what it likes of wider ones."""
+"""Environment in which torch keeps to an instruction set; on the wider ones it takes what the machine has."""
 
 
 class Heads(NamedTuple):
@@ -156,7 +156,9 @@ class Probe:
         return self.matmuls[-1]
 
 
-def against(probe: Callable[[], float], run: Callable[[], object], work: float, repeats: int) -> tuple[float, float, float]:
+def against(
+    probe: Callable[[], float], run: Callable[[], object], work: float, repeats: int
+) -> tuple[float, float, float]:
     """(seconds, the probe's rate, share of it), medians; the probe runs before and after every repeat."""
     run()
     times, rates, shares = [], [], []
@@ -209,9 +211,7 @@ def decode_attention(
     )
 
 
-def extend_attention(
-    probe: Probe, *, tokens: int, prefix: int, heads: Heads, dtypes: Dtypes, repeats: int
-) -> Result:
+def extend_attention(probe: Probe, *, tokens: int, prefix: int, heads: Heads, dtypes: Dtypes, repeats: int) -> Result:
     """A prefill chunk on a cached prefix; torch's fused attention, for a cold prompt, is what stock SGLang calls."""
     length = tokens + prefix
     blocks = -(-length // BLOCK)
@@ -232,9 +232,11 @@ def extend_attention(
     if prefix == 0:
         dense_query, dense_keys, dense_values = torch.randn(3, 1, query_heads, tokens, dim).to(dtypes.query)
         attention = torch.nn.functional.scaled_dot_product_attention
-        times = [
-            seconds(lambda: attention(dense_query, dense_keys, dense_values, is_causal=True)) for _ in range(repeats + 1)
-        ]
+
+        def run() -> None:
+            attention(dense_query, dense_keys, dense_values, is_causal=True)
+
+        times = [seconds(run) for _ in range(repeats + 1)]
         fused = statistics.median(times[1:])
     return Result(
         "extend attention",
@@ -265,9 +267,9 @@ def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repea
     host = HostPool(
         num_pages=batch * blocks,
         num_layers=layout.num_layers,
-        kv_heads=KV_HEADS,
+        kv_heads=kv_heads,
         block_size=BLOCK,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         dtype=layout.dtype,
         summary_format=layout.summary_format,
     )

@@ -1,7 +1,7 @@
 """No instruction set's kernels are several times slower than what it can do: beside torch's own attention.
 
-The bounds catch a factor of ten, as where a compiler works on vectors lane by lane, and leave room for a machine or a version
-of torch that is three times as good as the one they were chosen on.
+The bounds catch a factor of ten, as where a compiler works on vectors lane by lane, and leave room for a machine or a
+version of torch that is three times as good as those they were chosen with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmark.kernels import TORCH_LIMITS
 
 REPO = Path(__file__).resolve().parents[2]
 LEAST = {"prefill": 0.25, "decode": 0.6, "scores": 1.5, "summaries": 0.6}
-"""Times as fast as torch's float32 attention, on the same instruction set as far as it can be told to: see kernel_speed.py."""
+"""Times as fast as torch's float32 attention on the same instruction set, see kernel_speed.py."""
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16"])
