@@ -5,8 +5,8 @@
 Each instruction set has a process of its own, in which torch keeps to it, too. Around every decode attention the same
 process reads a large buffer with the same threads; what the kernel reaches is given as a share of that. It runs over
 several layers in turn, more than the caches hold. Pages of the host pool are in the order in which SGLang's allocator
-hands them out, or shuffled; slots of the resident tier always lie side by side. Around every extend attention the process
-multiplies matrices in float32 with the same threads.
+hands them out, or shuffled; slots of the resident tier always lie side by side. Around every extend attention the
+process multiplies matrices in float32 with the same threads.
 """
 
 from __future__ import annotations
