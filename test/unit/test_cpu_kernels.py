@@ -170,10 +170,20 @@ def test_a_key_that_scores_far_above_the_others_gets_all_the_weight(dtype: torch
 
 
 def test_rounded_weights_are_neither_too_large_nor_too_small_on_average() -> None:
+    """Coordinates of one value each: the results, rounded again, keep them all when the weights are right."""
     case = attention_case(Heads(1, 4, 64, 16), [(1279, 1)], torch.bfloat16, False, 0, 0.1)
-    case.blocks[..., 1, :, :] = 1
-    case.query = case.query.float()
-    torch.testing.assert_close(case.of_kernel(), torch.ones_like(case.query), atol=5e-4, rtol=0)
+    value = 1 + torch.arange(64) / 128
+    case.blocks[..., 1, :, :] = value.bfloat16()
+    assert torch.equal(case.of_kernel().float(), value.expand(1, 4, 64))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("new", [1, 4, 9, 40], ids=lambda new: f"{4 * new} query vectors")
+def test_float32_queries_lose_nothing_on_a_narrower_pool(stored: torch.dtype, new: int) -> None:
+    """Neither they nor the softmax weights are rounded to the pool's dtype."""
+    case = attention_case(Heads(2, 4, 64, 16), [(1200 - new, new)], stored, False, new, 0.2)
+    case.query = torch.randn(case.query.shape, generator=generator(new))
+    case.assert_near_reference(TOLERANCE[torch.float32])
 
 
 @many

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "dispatch.h"
 #include "kernels.h"
 #include "pipeline.h"
 #include "thread_pool.h"
@@ -334,6 +335,13 @@ void configure_threads_of(int64_t threads, TensorView cpus) {
 
 tvm::ffi::String instruction_set() { return kernels().isa; }
 
+// Those that this machine runs, the fastest first.
+tvm::ffi::Array<tvm::ffi::String> instruction_sets() {
+  tvm::ffi::Array<tvm::ffi::String> names;
+  for (const Kernels* table : runnable_kernels()) names.push_back(table->isa);
+  return names;
+}
+
 // Reads `bytes` of memory with all threads and returns the sum: what the bandwidth of this machine is measured with.
 int64_t read_memory(TensorView words) {
   const int64_t* first = data<int64_t>(words, "words must be contiguous int64");
@@ -372,4 +380,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_run, oasis::pipeline_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(pipeline_counters, oasis::pipeline_counters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(configure_threads, oasis::configure_threads_of);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_set, oasis::instruction_set);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_sets, oasis::instruction_sets);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read_memory, oasis::read_memory);

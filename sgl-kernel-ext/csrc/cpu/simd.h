@@ -47,8 +47,10 @@ OASIS_INLINE Vi lane_index() {
 
 // The element types. bfloat16 and float16 are converted by hand: compilers before GCC 13 lack one type or the other.
 // `read_two` reads 2 kLanes elements with no shuffle: of 16 bits, the even ones and the odd ones, where kAlternate says so.
+// kFewRows: up to so many query vectors, converting each key again for every four of them takes less time than packing it.
 struct Float32 {
   using Element = float;
+  static constexpr int kFewRows = 32;
   static constexpr bool kAlternate = false;
   OASIS_INLINE void read_two(const Element* from, Vf& first, Vf& second) {
     first = load<Vf>(from);
@@ -60,6 +62,7 @@ struct Float32 {
 
 struct BFloat16 {
   using Element = uint16_t;
+  static constexpr int kFewRows = 32;
   static constexpr bool kAlternate = true;
   OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
     const Vu pairs = load<Vu>(from);
@@ -77,6 +80,7 @@ struct BFloat16 {
 
 struct Float16 {
   using Element = uint16_t;
+  static constexpr int kFewRows = 8;
   static constexpr bool kAlternate = true;
   OASIS_INLINE Vf read(const Element* from) { return widen(__builtin_convertvector(load<Vu16>(from), Vu)); }
   OASIS_INLINE void read_two(const Element* from, Vf& even, Vf& odd) {
