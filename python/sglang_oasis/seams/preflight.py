@@ -17,8 +17,9 @@ from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
-from sglang_oasis.seams.launch_environment import check_model_folder, wait_passively
+from sglang_oasis.seams.launch_environment import check_model_folder, divide_cores, wait_passively
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
+from sglang_oasis.seams.sizing import ranks_per_host
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -143,6 +144,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     if view.device == "cpu":
         wait_passively()
+        divide_cores(ranks_per_host(server_args))
         native.prepare()  # here, where the user sees it, and not in every rank
 
 
@@ -263,7 +265,12 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, ranks_per_host
+    from sglang_oasis.seams.sizing import (
+        check_host_bytes,
+        draft_layout_of_flags,
+        layout_of_model,
+        note_free_host_bytes,
+    )
     from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
     layout = layout_of_model(server_args, model, model.dtype, view.tp_size, view.page_size)
@@ -275,6 +282,8 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
         # What a GPU has free is known in the scheduler only, when the model is on it.
         free_device_bytes=None if device_is_host else UNKNOWN,
     )
+    if server_args.dp_size > 1:
+        note_free_host_bytes()
     check_host_bytes(layout, budget.host_bytes, draft)
     layout.rows_in(budget.device_bytes, draft.row_bytes if draft else 0)
 
