@@ -64,6 +64,7 @@ class Case:
         renamed: the architecture as which SGLang reads these weights, where transformers does not have it: a key of
             `RENAMED`. None for the model type's own.
         engine: keywords of the engine.
+        adapter: whether requests use a LoRA adapter; the reference has it merged into its weights.
         refused: what the refusal says, for a model whose attention is not plain MHA or GQA.
     """
 
@@ -72,6 +73,7 @@ class Case:
     only: bool = False
     renamed: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    adapter: bool = False
     refused: str | None = None
 
     @property
@@ -110,6 +112,7 @@ CASES: dict[str, Case] = {
     ),
     "llama, rope yarn": llama(**rope("yarn", factor=4.0, **ORIGINAL)),
     "llama, through the Transformers wrapper": Case("llama", engine={"model_impl": "transformers"}),
+    "llama, with a LoRA adapter": Case("llama", adapter=True),
     # Llama's relatives
     "mistral": Case("mistral", {"sliding_window": None}),
     "ministral": Case("ministral", {"layer_types": FULL, "head_dim": HEAD_DIM}),
@@ -141,7 +144,7 @@ CASES: dict[str, Case] = {
     "olmo": Case("olmo", MULTI_HEAD),
     "olmo, clipped": Case("olmo", {**MULTI_HEAD, "clip_qkv": 1.0}),
     "olmo2": Case("olmo2"),
-    "olmo3": Case("olmo3", {"layer_types": FULL, "sliding_window": None}),
+    "olmo3": Case("olmo3", {"layer_types": FULL}),
     "gemma": Case("gemma", {"head_dim": 256}),
     "glm": Case("glm", {"head_dim": HEAD_DIM}),
     "glm4": Case("glm4", {"head_dim": HEAD_DIM}),
@@ -149,11 +152,14 @@ CASES: dict[str, Case] = {
     "phi3, longrope": Case(
         "phi3",
         {
-            **rope("longrope", long_factor=[2.0] * 32, short_factor=[1.5] * 32, **ORIGINAL),
-            **ORIGINAL,
+            # Transformers changes the factors for the whole sequence where it outgrows this length.
+            **rope("longrope", long_factor=[2.0] * 32, short_factor=[1.5] * 32, original_max_position_embeddings=512),
+            "original_max_position_embeddings": 512,
         },
     ),
-    "phi3, partial rotary": Case("phi3", rope("default", partial_rotary_factor=0.75)),
+    "phi3, partial rotary": Case(
+        "phi3", {**rope("default", partial_rotary_factor=0.75), "partial_rotary_factor": 0.75}
+    ),
     # Parallel blocks, partial rotary, LayerNorm, learned positions
     "cohere": Case("cohere", {"logit_scale": 0.5}),
     "cohere, query and key norms": Case("cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
