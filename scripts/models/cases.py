@@ -64,7 +64,6 @@ class Case:
         renamed: the architecture as which SGLang reads these weights, where transformers does not have it: a key of
             `RENAMED`. None for the model type's own.
         engine: keywords of the engine.
-        adapter: whether requests use a LoRA adapter; the reference has it merged into its weights.
         refused: what the refusal says, for a model whose attention is not plain MHA or GQA.
     """
 
@@ -73,7 +72,6 @@ class Case:
     only: bool = False
     renamed: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
-    adapter: bool = False
     refused: str | None = None
 
     @property
@@ -112,7 +110,6 @@ CASES: dict[str, Case] = {
     ),
     "llama, rope yarn": llama(**rope("yarn", factor=4.0, **ORIGINAL)),
     "llama, through the Transformers wrapper": Case("llama", engine={"model_impl": "transformers"}),
-    "llama, with a LoRA adapter": Case("llama", adapter=True),
     # Llama's relatives
     "mistral": Case("mistral", {"sliding_window": None}),
     "ministral": Case("ministral", {"layer_types": FULL, "head_dim": HEAD_DIM}),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.models.cases import CONTEXT, VOCABULARY, Case
-from scripts.models.weights import ADAPTER
 
 BLOCK, BUDGET = 16, 64
 TOP_LOGPROBS = 20
@@ -80,25 +79,21 @@ def serve(case: Case, model: Path, way: Way, trace: Path) -> dict[str, Any]:
     os.environ.update(way.environment)
     import sglang
 
-    more: dict[str, Any] = {"trust_remote_code": True} if case.renamed else {}
-    request = {}
-    if case.adapter:
-        more, request = {"lora_paths": {"tiny": str(model.parent / ADAPTER)}}, {"lora_path": "tiny"}
-    engine = sglang.Engine(model_path=str(model), **{**ENGINE, **way.engine, **more, **case.engine})
+    renamed = {"trust_remote_code": True} if case.renamed else {}
+    engine = sglang.Engine(model_path=str(model), **{**ENGINE, **way.engine, **renamed, **case.engine})
     try:
-        return {name: _ask(engine, prompt, request) for name, prompt in PROMPTS.items()}
+        return {name: _ask(engine, prompt) for name, prompt in PROMPTS.items()}
     finally:
         engine.shutdown()
 
 
-def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[str, Any]:
+def _ask(engine: Any, prompt: list[int]) -> dict[str, Any]:
     answer = engine.generate(
         input_ids=prompt,
         sampling_params={"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
         return_logprob=True,
         top_logprobs_num=TOP_LOGPROBS,
         logprob_start_len=-1,
-        **request,
     )
     meta = answer["meta_info"]
     per_token = zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)

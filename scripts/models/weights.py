@@ -15,10 +15,6 @@ from scripts.models.renamed import RENAMED, Renamed
 GAIN, NOISE = 2.0, 0.1
 """Of the weights, so that attention is far from uniform and what a query attends to changes the answer."""
 
-ADAPTER = "adapter"
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-RANK, ALPHA = 8, 16
-
 CONFIGURATION = "configuration_tiny"
 CONFIGURATION_MODULE = """from transformers import PretrainedConfig
 
@@ -33,8 +29,7 @@ def write_model(case: Case, folder: Path, seed: int = 0) -> dict[str, str]:
 
     Args:
         case: what to make.
-        folder: `served` inside of it is for SGLang, `reference` for transformers; one and the same unless renamed or
-            with an adapter, which lies beside them.
+        folder: `served` inside of it is for SGLang, `reference` for transformers; one and the same unless renamed.
 
     Returns:
         {"architecture": the class that SGLang looks for}.
@@ -43,12 +38,7 @@ def write_model(case: Case, folder: Path, seed: int = 0) -> dict[str, str]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, seed)
     reference = folder / "reference"
-    if case.adapter:
-        model.save_pretrained(folder / "served")
-        _write_adapter(model, folder / ADAPTER, seed + 1)
     model.save_pretrained(reference)
-    if case.adapter:
-        return {"architecture": type(model).__name__}
     if case.renamed is None:
         (folder / "served").symlink_to(reference)
         return {"architecture": type(model).__name__}
@@ -67,23 +57,6 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise * GAIN * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(NOISE * noise)
-
-
-def _write_adapter(model: PreTrainedModel, folder: Path, seed: int) -> None:
-    """Write a random LoRA adapter for the attention projections, and merge it into the model."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] not in ADAPTED:
-            continue
-        down = torch.randn(RANK, module.in_features, generator=generator) * module.in_features**-0.5
-        up = torch.randn(module.out_features, RANK, generator=generator) * RANK**-0.5
-        weights[f"base_model.model.{name}.lora_A.weight"], weights[f"base_model.model.{name}.lora_B.weight"] = down, up
-        module.weight.data += ALPHA / RANK * up @ down
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": list(ADAPTED)}))
 
 
 def _write_renamed(renamed: Renamed, reference: Path, folder: Path) -> None:

@@ -101,6 +101,7 @@ CONFLICTS: list[tuple[str, ...]] = [
     ("--disaggregation-mode", "decode"),
     ("--pp-size", "2"),
     ("--cpu-offload-gb", "1"),
+    ("--is-embedding",),
 ]
 # Flags -> what the refusal says.
 REFUSED: dict[tuple[str, ...], str] = {
@@ -126,6 +127,21 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
     ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
 }
+# Flags for whose kernels or packages there is nothing on a CPU in the lean environment; also for the dense backend.
+NOT_ON_A_CPU: dict[tuple[str, ...], str] = {
+    ("--enable-lora",): "--enable-lora does not work on a CPU: merge the adapter into the model's weights",
+    (
+        "--lora-paths",
+        "name=/folder",
+    ): "--lora-paths does not work on a CPU: merge the adapters",
+    ("--quantization", "fp8"): "--quantization fp8 does not work on a CPU: use a model in bfloat16 or float32",
+    ("--moe-runner-backend", "triton"): "--moe-runner-backend triton does not work on a CPU: leave it out",
+    ("--grammar-backend", "outlines"): "--grammar-backend outlines needs the package outlines, which is not installed",
+    ("--grammar-backend", "llguidance"): "--grammar-backend llguidance needs the package llguidance",
+    ("--load-format", "fastsafetensors"): "--load-format fastsafetensors needs the package fastsafetensors",
+    ("--load-format", "runai_streamer"): "--load-format runai_streamer needs the package runai_model_streamer",
+}
+REFUSED.update(NOT_ON_A_CPU)
 # The same for the dense backend, without lookahead KV.
 DENSE = ("--attention-backend", "oasis_cpu")
 REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
@@ -138,6 +154,7 @@ REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
             ("--speculative-algorithm", "STANDALONE"),
         )
     },
+    **NOT_ON_A_CPU,
     ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
     ("--lookahead-kv-miss-policy", "fetch"): "--lookahead-kv-miss-policy has no effect without --enable-lookahead-kv",
 }

@@ -18,6 +18,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
 from sglang_oasis.seams.launch_environment import check_model_folder, divide_cores, wait_passively
+from sglang_oasis.seams.machine_flags import as_typed, check_device_flags, check_packages
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 from sglang_oasis.seams.sizing import ranks_per_host
 
@@ -27,6 +28,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
+    "is_embedding": (False,),
     "speculative_adaptive": (False,),
     "speculative_draft_attention_backend": (None,),
     "speculative_draft_kv_cache_dtype": (None,),
@@ -134,6 +136,8 @@ def check_after_resolution(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     view = resolving_view(server_args)
+    check_device_flags(view)
+    check_packages(view)
     if enabled(server_args):
         if view.device != "cpu" or DebugEnv.read().device_path:
             check_device(server_args, model_config_of(server_args), view)
@@ -246,8 +250,8 @@ def _check_drafts(server_args: Any) -> None:
         given = getattr(server_args, name)
         if given is not None and given != value:
             raise LookaheadKVError(
-                f"{asked_by(server_args)} verifies chains of draft tokens, not the trees of {_as_typed(name, given)}: "
-                f"use {_as_typed(name, value)}."
+                f"{asked_by(server_args)} verifies chains of draft tokens, not the trees of {as_typed(name, given)}: "
+                f"use {as_typed(name, value)}."
             )
 
 
@@ -289,10 +293,5 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
 
 
 def _does_not_work_with(server_args: Any, field: str) -> LookaheadKVError:
-    given = _as_typed(field, getattr(server_args, field))
+    given = as_typed(field, getattr(server_args, field))
     return LookaheadKVError(f"{asked_by(server_args)} does not work with {given}: remove it.")
-
-
-def _as_typed(field: str, value: Any) -> str:
-    flag = "--" + field.replace("_", "-")
-    return flag if value is True else f"{flag} {value}"

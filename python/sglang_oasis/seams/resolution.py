@@ -43,7 +43,6 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
             attention_backend=BACKEND_NAME if enabled(server_args) else DENSE_BACKEND_NAME,
             page_size=DEFAULT_BLOCK_SIZE if page_size is None else page_size,
             **graph_defaults(view.device),
-            **lora_defaults(view),
             **_dual_algorithm(server_args),
             **_chain_defaults(view),
         )
@@ -51,19 +50,9 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
 
 
 def graph_defaults(device: str | None) -> dict[str, bool]:
-    """On a CPU a step is driven by the host and cannot be captured."""
-    return {"disable_cuda_graph": True} if on_cpu(device) else {}
-
-
-def on_cpu(device: str | None) -> bool:
-    """Whether this becomes a server on a CPU; the device is chosen later, if it was not given."""
-    return cpu_platform_wanted() if device is None else device == "cpu"
-
-
-def lora_defaults(view: Any) -> dict[str, str]:
-    """SGLang's default for LoRA adapters are kernels for GPUs; it has plain torch, too."""
-    asked = view.enable_lora or view.lora_paths
-    return {"lora_backend": "torch_native"} if asked and on_cpu(view.device) and view.lora_backend == "csgmv" else {}
+    """On a CPU a step is driven by the host and cannot be captured; the device is chosen later, if it was not given."""
+    on_cpu = cpu_platform_wanted() if device is None else device == "cpu"
+    return {"disable_cuda_graph": True} if on_cpu else {}
 
 
 def _dual_algorithm(server_args: Any) -> dict[str, str]:
