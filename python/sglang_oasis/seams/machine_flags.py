@@ -18,6 +18,7 @@ _ON_A_CPU: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None, "unquant"), "use a model in bfloat16 or float32"),
     "moe_runner_backend": (("auto", None), "leave it out"),
     "moe_a2a_backend": (("none", None), "leave it out"),
+    "ep_size": ((1,), "leave it out"),
 }
 # (Field, value) -> the package that SGLang imports for it, after the model is loaded.
 _PACKAGES: dict[tuple[str, str], str] = {

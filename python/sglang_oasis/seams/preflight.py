@@ -90,6 +90,12 @@ def check_before_resolution(server_args: Any) -> None:
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
         )
+    chunk = server_args.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % page_size:
+        raise LookaheadKVError(
+            f"--chunked-prefill-size {chunk} is not possible: give a multiple of the page size {page_size}."
+        )
+    _check_overrides(server_args.json_model_override_args)
     _check_drafts(server_args)
     _check_folder("--model-path", server_args.model_path, server_args.load_format)
     if algorithm_of(server_args) == EAGLE3:
@@ -196,8 +202,23 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
             )
 
 
+def _check_overrides(text: str) -> None:
+    try:
+        overrides = json.loads(text)
+    except ValueError:
+        overrides = None
+    if not isinstance(overrides, dict):
+        raise LookaheadKVError(f"--json-model-override-args {text} is not possible: give a JSON object.")
+
+
 def _check_folder(flag: str, path: str, load_format: str) -> None:
     folder = Path(path)
+    if folder.is_dir() and load_format == "gguf":
+        raise LookaheadKVError(f"--load-format gguf reads a file, and {folder} is a folder: give a file to {flag}.")
+    if folder.is_dir() and load_format == "sharded_state" and not list(folder.glob("model-rank-*-part-*.safetensors")):
+        raise LookaheadKVError(
+            f"--load-format sharded_state finds no model-rank-*-part-*.safetensors in {folder}: leave the format out."
+        )
     if folder.is_dir():
         check_model_folder(folder, flag=flag, weights=load_format in ("auto", "safetensors"))
     elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
