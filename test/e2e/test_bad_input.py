@@ -113,6 +113,7 @@ REFUSED: dict[tuple[str, ...], str] = {
         "100",
     ): "--chunked-prefill-size 100 is not possible: give a multiple of the page",
     ("--json-model-override-args", "{bad"): "--json-model-override-args {bad is not possible: give a JSON object",
+    ("--tp-size", "2"): "--tp-size 2 does not divide the model's 9 query and 3 KV heads",
     ("--load-format", "gguf"): "--load-format gguf reads a file",
     ("--load-format", "sharded_state"): "--load-format sharded_state finds no model-rank",
     ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",

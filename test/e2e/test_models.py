@@ -20,6 +20,7 @@ TIMEOUT = 500
 WAYS = ("dense", "lookahead", "device")
 MODELS = {
     "qwen3_moe": "a mixture of experts; asks the forward context for the KV pool in every layer",
+    "qwen2_moe": "a shared expert, whose gate stock SGLang cannot compute on a CPU",
     "llama, MQA": "one KV head",
     "llama, MHA": "as many KV heads as query heads",
     "llama, heads of 80": "heads that are no power of two",

@@ -39,6 +39,7 @@ def seams() -> list[Seam]:
         internal_state,
         kv_pool,
         post_capture_sizing,
+        shared_expert,
         sizing,
         speculation,
     )
@@ -52,6 +53,7 @@ def seams() -> list[Seam]:
         *beam_search.SEAMS,
         *internal_state.SEAMS,
         *speculation.SEAMS,
+        *shared_expert.SEAMS,
         *http_server.SEAMS,
     ]
 

@@ -144,6 +144,7 @@ def check_after_resolution(server_args: Any) -> None:
     view = resolving_view(server_args)
     check_device_flags(view)
     check_packages(view)
+    _check_heads(model_config_of(server_args), view.tp_size)
     if enabled(server_args):
         if view.device != "cpu" or DebugEnv.read().device_path:
             check_device(server_args, model_config_of(server_args), view)
@@ -200,6 +201,15 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
                 f"--enable-lookahead-kv does not work with --cuda-graph-backend-{phase} {backend}: use {allowed} or "
                 f"disabled."
             )
+
+
+def _check_heads(model: Any, tp_size: int) -> None:
+    """SGLang gives each rank whole heads, and finds out that it cannot when it loads the weights."""
+    heads, kv_heads = model.get_total_num_attention_heads(), model.get_total_num_kv_heads()
+    if heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
+        raise LookaheadKVError(
+            f"--tp-size {tp_size} does not divide the model's {heads} query and {kv_heads} KV heads: use one that does."
+        )
 
 
 def _check_overrides(text: str) -> None:
