@@ -62,18 +62,25 @@ def main() -> None:
 
 
 def _row(name: str, result: dict[str, Any]) -> list[str]:
-    return [name, f"`{result['architecture']}`", *(result["ways"][way]["status"] for way in WAYS)]
+    found = result["ways"]
+    return [name, f"`{result['architecture']}`", *(found[way]["status"] if way in found else "" for way in WAYS)]
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
-    """What was said where a model did not answer, once per saying."""
+    """What was said where a model did not answer, once per saying, and which cases have not been tried."""
     said: dict[str, list[str]] = {}
     for name in CASES:
         for way, found in results.get(name, {}).get("ways", {}).items():
             if "said" in found:
-                said.setdefault(found["said"], []).append(f"{name} ({way})")
-    notes = ["What was said where it is *refused* or *failed* (in stock SGLang, too, where that column says so):", ""]
-    return notes + [f"- {', '.join(where)}: {what}" for what, where in said.items()]
+                said.setdefault(found["said"].partition(". ")[0].rstrip("."), []).append(f"{name} ({way})")
+    notes = [
+        "What was said where it is *refused* or *failed*; where *stock* fails, too, it is SGLang's model that does:",
+        "",
+    ]
+    notes += [f"- {', '.join(where)}: {what}." for what, where in said.items()]
+    if untried := [name for name in CASES if "ways" not in results.get(name, {})]:
+        notes += ["", f"Not tried yet: {', '.join(untried)}. An empty cell is a way that has not been tried."]
+    return notes
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ MODELS = {
     "cohere": "attention and MLP in parallel",
     "granite": "a softmax scale of its own",
     "smollm3": "SGLang's wrapper around the Transformers model; a layer without positions",
-    "baichuan": "remote code, packed projections",
+    "internlm2": "remote code, packed projections",
 }
 
 
