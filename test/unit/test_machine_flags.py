@@ -48,5 +48,5 @@ def test_a_package_is_needed_where_its_flag_is_given(monkeypatch: pytest.MonkeyP
     machine_flags.check_packages(asked)
     monkeypatch.setattr(machine_flags, "find_spec", lambda name: None if name == "llguidance" else object())
     machine_flags.check_packages(view("cpu"))
-    with pytest.raises(LookaheadKVError, match="^--grammar-backend llguidance needs the package llguidance"):
+    with pytest.raises(LookaheadKVError, match=r"^--grammar-backend llguidance needs the package llguidance"):
         machine_flags.check_packages(asked)
