@@ -1,7 +1,7 @@
 """`python -m scripts.models`: tries every case in every way and writes what came out.
 
-    python -m scripts.models --out benchmark/results/models.json
-    python -m scripts.models --only qwen3_moe gemma --ways lookahead
+python -m scripts.models --out benchmark/results/models.json
+python -m scripts.models --only qwen3_moe gemma --ways lookahead
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ def main() -> None:
 def import_everything() -> None:
     """What every engine and the reference need; forked processes have it then."""
     warnings.simplefilter("ignore")
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry
     import torch
 
     import scripts.models.judging
@@ -62,10 +58,10 @@ def try_case(case: Case, ways: list[str], logs: Path | None = None) -> dict[str,
     """Make a case's model, serve it in these ways, compare each with the reference.
 
     Returns:
-        `architecture` and, per way, a `status`: "equal", "different", "refused" or "failed", with what was measured or
-        said. Only `error` where transformers cannot make the model.
+        `architecture` and, per way, a `status`: "equal", "as stock" (which differs from the reference), "different",
+        "refused" or "failed", with what was measured or said. Only `error` where transformers cannot make the model.
     """
-    from scripts.models.judging import is_equal, judge
+    from scripts.models.judging import difference_from_stock, is_as_stock, is_equal, judge
     from scripts.models.serving import WAYS, serve
     from scripts.models.weights import write_model
 
@@ -77,6 +73,7 @@ def try_case(case: Case, ways: list[str], logs: Path | None = None) -> dict[str,
             _keep(folder / "made.log", logs, case)
             return {"error": str(error)}
         outcome: dict[str, Any] = {"architecture": made["architecture"], "ways": {}}
+        stock = None
         for way in ways:
             log, trace = folder / f"{way}.log", folder / f"trace_{way}"
             try:
@@ -87,6 +84,12 @@ def try_case(case: Case, ways: list[str], logs: Path | None = None) -> dict[str,
                     judged,
                 )
                 found = {"status": "equal" if is_equal(verdict) else "different", **verdict}
+                if way == "stock":
+                    stock = answers
+                elif stock is not None and found["status"] == "different":
+                    found["from_stock"] = difference_from_stock(answers, stock, WAYS[way].sparse)
+                    if outcome["ways"]["stock"]["status"] == "different":
+                        found["status"] = "as stock" if is_as_stock(found, outcome["ways"]["stock"]) else "different"
             except ForkError as error:
                 said = str(error).removeprefix("sglang_oasis.errors.LookaheadKVError: ")
                 found = {"status": "failed" if said == str(error) else "refused", "said": said[:400]}

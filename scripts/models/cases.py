@@ -42,6 +42,7 @@ ROUTED_EXPERTS: dict[str, Any] = {
 }
 FULL = ["full_attention"] * LAYERS
 ALTERNATING = ["sliding_attention", "full_attention"]
+NO_WINDOW: dict[str, Any] = {"layer_types": FULL, "sliding_window": None, "sliding_window_pattern": None}
 GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "n_embd": HIDDEN,
@@ -93,11 +94,12 @@ CASES: dict[str, Case] = {
     "llama": llama(),
     "llama, MQA": llama(num_key_value_heads=1),
     "llama, MHA": llama(num_key_value_heads=HEADS),
-    "llama, 3 query heads per KV head": llama(num_attention_heads=6, num_key_value_heads=2, head_dim=64),
+    "llama, 3 query heads per KV head": llama(hidden_size=384, num_attention_heads=6),
     **{f"llama, heads of {dim}": llama(head_dim=dim) for dim in (16, 32, 48, 72, 80, 96, 112, 128, 192, 256)},
     "llama, heads of 40": llama(head_dim=40),
     "llama, heads of 320": llama(head_dim=320),
-    "llama, biases": llama(attention_bias=True, mlp_bias=True),
+    "llama, attention biases": llama(attention_bias=True),
+    "llama, biases of the MLP": llama(mlp_bias=True),
     "llama, tied embeddings": llama(tie_word_embeddings=True),
     "llama, 5 layers": llama(num_hidden_layers=5),
     # Positions
@@ -110,7 +112,7 @@ CASES: dict[str, Case] = {
     "llama, through the Transformers wrapper": Case("llama", engine={"model_impl": "transformers"}),
     # Llama's relatives
     "mistral": Case("mistral", {"sliding_window": None}),
-    "ministral": Case("ministral", {"layer_types": FULL, "sliding_window": None}),
+    "ministral": Case("ministral", {"layer_types": FULL, "head_dim": HEAD_DIM}),
     "ministral3": Case("ministral3"),
     "qwen2": Case("qwen2"),
     "qwen3": Case("qwen3", {"head_dim": 128}),
@@ -128,18 +130,18 @@ CASES: dict[str, Case] = {
     "apertus": Case("apertus"),
     "seed_oss": Case("seed_oss", {"head_dim": HEAD_DIM}),
     "ernie4_5": Case("ernie4_5", {"head_dim": HEAD_DIM}),
-    "exaone4": Case("exaone4", {"layer_types": FULL, "sliding_window": None}),
-    "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": HEAD_DIM}),
+    "exaone4": Case("exaone4", NO_WINDOW),
+    "hunyuan_v1_dense": Case("hunyuan_v1_dense", {"head_dim": HEAD_DIM, "use_qk_norm": True}),
     "nemotron": Case("nemotron", {"head_dim": HEAD_DIM}),
     "helium": Case("helium", {"head_dim": HEAD_DIM}),
-    "hyperclovax": Case("hyperclovax", {"head_dim": HEAD_DIM}),
+    "hyperclovax": Case("hyperclovax", {"head_dim": HEAD_DIM, "attention_multiplier": 0.2}),
     "jais2": Case("jais2", {"head_dim": HEAD_DIM}),
     "nanochat": Case("nanochat"),
-    "cwm": Case("cwm", {"head_dim": HEAD_DIM, "layer_types": FULL, "sliding_window": None}),
-    "olmo": Case("olmo"),
-    "olmo, clipped": Case("olmo", {"clip_qkv": 1.0}),
+    "cwm": Case("cwm", {"head_dim": HEAD_DIM, "layer_types": FULL}),
+    "olmo": Case("olmo", MULTI_HEAD),
+    "olmo, clipped": Case("olmo", {**MULTI_HEAD, "clip_qkv": 1.0}),
     "olmo2": Case("olmo2"),
-    "olmo3": Case("olmo3", {"layer_types": FULL, "sliding_window": None}),
+    "olmo3": Case("olmo3", {"layer_types": FULL}),
     "gemma": Case("gemma", {"head_dim": 256}),
     "glm": Case("glm", {"head_dim": HEAD_DIM}),
     "glm4": Case("glm4", {"head_dim": HEAD_DIM}),
@@ -147,11 +149,14 @@ CASES: dict[str, Case] = {
     "phi3, longrope": Case(
         "phi3",
         {
-            **rope("longrope", long_factor=[2.0] * 32, short_factor=[1.5] * 32, **ORIGINAL),
-            **ORIGINAL,
+            # Transformers changes the factors for the whole sequence where it outgrows this length.
+            **rope("longrope", long_factor=[2.0] * 32, short_factor=[1.5] * 32, original_max_position_embeddings=512),
+            "original_max_position_embeddings": 512,
         },
     ),
-    "phi3, partial rotary": Case("phi3", rope("default", partial_rotary_factor=0.75)),
+    "phi3, partial rotary": Case(
+        "phi3", {**rope("default", partial_rotary_factor=0.75), "partial_rotary_factor": 0.75}
+    ),
     # Parallel blocks, partial rotary, LayerNorm, learned positions
     "cohere": Case("cohere", {"logit_scale": 0.5}),
     "cohere, query and key norms": Case("cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
@@ -217,13 +222,23 @@ CASES: dict[str, Case] = {
     "glm4_moe": Case("glm4_moe", {**ROUTED_EXPERTS, "head_dim": HEAD_DIM, "num_nextn_predict_layers": 0}),
     "dots1": Case("dots1", {**ROUTED_EXPERTS, "layer_types": FULL, "sliding_window": None}),
     "solar_open": Case("solar_open", {**ROUTED_EXPERTS, "head_dim": HEAD_DIM}),
-    "exaone_moe": Case("exaone_moe", {**EXPERTS, "num_shared_experts": 1, "layer_types": FULL, "sliding_window": None}),
+    "exaone_moe": Case("exaone_moe", {**EXPERTS, **NO_WINDOW, "num_shared_experts": 1}),
     "minimax_m2": Case("minimax_m2", {**LOCAL_EXPERTS, "head_dim": HEAD_DIM, "rotary_dim": 32}),
     "hy_v3": Case("hy_v3", {**EXPERTS, "num_shared_experts": 1, "head_dim": HEAD_DIM}),
     "mellum": Case("mellum", {**LOCAL_EXPERTS, "moe_intermediate_size": 64, "head_dim": 64, "layer_types": FULL}),
     "jetmoe": Case("jetmoe", {**LOCAL_EXPERTS, "kv_channels": 64, "num_key_value_heads": 2}),
     # Weights of a model above, as these architectures name and pack them
     **{name: Case(renamed.source, renamed.config, renamed=name) for name, renamed in RENAMED.items()},
+    # What transformers has, and neither a model file nor the wrapper of SGLang serves
+    **{
+        name: Case(name, config, only=True)
+        for name, config in {
+            "falcon": {**COMMON, "num_kv_heads": 1, "alibi": False},
+            "mpt": {"vocab_size": VOCABULARY, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS},
+            "bloom": {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS},
+            "codegen": {**GPT2, "rotary_dim": 32},
+        }.items()
+    },
     # What is refused
     "gemma2": Case("gemma2", {"head_dim": HEAD_DIM}, refused="sliding-window layers"),
     "gemma3_text": Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,10 +34,8 @@ def forked(function: Callable[[], Any], log: Path, timeout: float = 120.0) -> An
     try:
         in_time = _wait(pid, time.monotonic() + timeout)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     if not in_time:
         os.waitpid(pid, 0)
         raise ForkError(f"no result after {timeout:.0f} s")

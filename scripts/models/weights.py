@@ -66,8 +66,7 @@ def _write_renamed(renamed: Renamed, reference: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     stored = json.loads((reference / "config.json").read_text())
     model_type = f"tiny_{renamed.architecture.lower()}"
-    # As older models have it on the Hub.
-    theta = (stored.pop("rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    theta = stored["rope_parameters"]["rope_theta"]  # older models have it beside the others
     stored |= {"architectures": [renamed.architecture], "model_type": model_type, "rope_theta": theta}
     stored |= {"auto_map": {"AutoConfig": f"{CONFIGURATION}.TinyConfig"}, **renamed.stored}
     (folder / "config.json").write_text(json.dumps(stored, indent=2))

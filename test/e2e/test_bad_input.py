@@ -101,12 +101,21 @@ CONFLICTS: list[tuple[str, ...]] = [
     ("--disaggregation-mode", "decode"),
     ("--pp-size", "2"),
     ("--cpu-offload-gb", "1"),
+    ("--is-embedding",),
 ]
 # Flags -> what the refusal says.
 REFUSED: dict[tuple[str, ...], str] = {
     **{conflict: f"--enable-lookahead-kv does not work with {' '.join(conflict)}" for conflict in CONFLICTS},
     ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
     ("--page-size", "64"): "--page-size 64 is not possible with sglang-oasis",
+    (
+        "--chunked-prefill-size",
+        "100",
+    ): "--chunked-prefill-size 100 is not possible: give a multiple of the page",
+    ("--json-model-override-args", "{bad"): "--json-model-override-args {bad is not possible: give a JSON object",
+    ("--tp-size", "2"): "--tp-size 2 does not divide the model's 9 query and 3 KV heads",
+    ("--load-format", "gguf"): "--load-format gguf reads a file",
+    ("--load-format", "sharded_state"): "--load-format sharded_state finds no model-rank",
     ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
     ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector psychic is not possible",
     ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft is not possible",
@@ -126,6 +135,23 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
     ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
 }
+# Flags for whose kernels or packages there is nothing on a CPU in the lean environment; also for the dense backend.
+NOT_ON_A_CPU: dict[tuple[str, ...], str] = {
+    ("--enable-lora",): "--enable-lora does not work on a CPU: merge the adapter into the model's weights",
+    (
+        "--lora-paths",
+        "name=/folder",
+    ): "--lora-paths does not work on a CPU: merge the adapters",
+    ("--quantization", "fp8"): "--quantization fp8 does not work on a CPU: use a model in bfloat16 or float32",
+    ("--moe-a2a-backend", "deepep"): "--moe-a2a-backend deepep does not work on a CPU: leave it out",
+    ("--ep-size", "2"): "--ep-size 2 does not work on a CPU: leave it out",
+    ("--moe-runner-backend", "triton"): "--moe-runner-backend triton does not work on a CPU: leave it out",
+    ("--grammar-backend", "outlines"): "--grammar-backend outlines needs the package outlines, which is not installed",
+    ("--grammar-backend", "llguidance"): "--grammar-backend llguidance needs the package llguidance",
+    ("--load-format", "fastsafetensors"): "--load-format fastsafetensors needs the package fastsafetensors",
+    ("--load-format", "runai_streamer"): "--load-format runai_streamer needs the package runai_model_streamer",
+}
+REFUSED.update(NOT_ON_A_CPU)
 # The same for the dense backend, without lookahead KV.
 DENSE = ("--attention-backend", "oasis_cpu")
 REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
@@ -138,6 +164,7 @@ REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
             ("--speculative-algorithm", "STANDALONE"),
         )
     },
+    **NOT_ON_A_CPU,
     ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
     ("--lookahead-kv-miss-policy", "fetch"): "--lookahead-kv-miss-policy has no effect without --enable-lookahead-kv",
 }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.seams import sizing
 from sglang_oasis.seams.sizing import bytes_to_divide, check_host_bytes
+from sglang_oasis.tier import memory
 from sglang_oasis.tier.budget import TierBudget, divide_memory
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout, fetch_cap
@@ -81,6 +86,9 @@ def test_windows(length: int, open_block: int, fill: int, first_local: int, comp
     assert (window.first_local, window.complete_blocks) == (first_local, complete)
 
 
+GB = 10**9
+
+
 def divide(free: int, *, gpu: int | None = None, ranks: int = 1, **flags: float) -> TierBudget:
     config = LookaheadKVConfig.from_flags({f"lookahead_kv_{name}": value for name, value in flags.items()})
     return divide_memory(config, ranks=ranks, free_device_bytes=gpu, free_host_bytes=free)
@@ -150,3 +158,24 @@ def test_the_least_host_memory_counts_the_draft_models_pages() -> None:
     check_host_bytes(sizes, least, draft_layout())
     with pytest.raises(LookaheadKVError, match="--lookahead-kv-host-gb"):
         check_host_bytes(sizes, least - 1, draft_layout())
+
+
+@pytest.mark.parametrize("free_now", [20 * GB, 2 * GB], ids=["the first to measure", "the last"])
+def test_replicas_get_equal_shares_whoever_measures_first(monkeypatch: pytest.MonkeyPatch, free_now: int) -> None:
+    """Each has 3 GB of weights; the last one to measure finds the weights and the pool of the other in memory."""
+    weights = SimpleNamespace(rss=4 * GB, shared=1 * GB)
+    monkeypatch.setattr(sizing.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: weights))
+    monkeypatch.setenv(sizing.FREE_AT_LAUNCH, str(24 * GB))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_now))
+    replicas = SimpleNamespace(dp_size=2, tp_size=1, nnodes=1)
+    free = sizing.host_bytes_to_share(replicas)
+    assert free is not None
+    assert divide(free, ranks=2) == (int(9 * GB * 0.5), int(9 * GB * 0.25))
+    assert sizing.host_bytes_to_share(SimpleNamespace(dp_size=1, tp_size=2, nnodes=1)) is None, "they measure together"
+
+
+def test_the_launcher_notes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sizing.FREE_AT_LAUNCH, "1")  # of an engine before this one
+    monkeypatch.setattr(sizing, "available_host_bytes", lambda: 7 * GB)
+    sizing.note_free_host_bytes()
+    assert os.environ[sizing.FREE_AT_LAUNCH] == str(7 * GB)

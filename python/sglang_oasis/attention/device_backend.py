@@ -22,7 +22,7 @@ from torch import Tensor
 from sglang_oasis.attention.attention_choice import choose_attention
 from sglang_oasis.attention.batch import committed_tokens, decoded_tokens
 from sglang_oasis.attention.device_attention import AttentionSetup
-from sglang_oasis.attention.layers import layer_inputs
+from sglang_oasis.attention.layers import attention_layers, layer_inputs
 from sglang_oasis.attention.plan import DecodePlan, PrefillRow, claim_rows, plan_decode
 from sglang_oasis.attention.slot_tables import SlotTable
 from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
@@ -65,14 +65,14 @@ class DeviceAttentionBackend(TierBackend):
         super().__init__(runner, config, layout, host)
         device = self.tier.device
         streams = self._streams = streams_of(device) if streams is None else streams
-        layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
-        layers.sort(key=lambda module: module.layer_id)
+        layers = attention_layers(runner.model)
         scale, query_heads = layers[0].scaling, layers[0].tp_q_head_num
         if any(module.scaling != scale for module in layers):
             raise LookaheadKVError(
                 "--enable-lookahead-kv cannot serve this model on a CUDA device: its attention layers differ in their "
                 "softmax scale; start it without the flag."
             )
+        self._scale = scale
         self._max_rows = self.req_to_token_pool.size + 1
         self.controller = DeviceController(
             config, self.tier, host, self.req_to_token_pool.req_to_token, scale=scale, max_rows=self._max_rows,
@@ -163,7 +163,7 @@ class DeviceAttentionBackend(TierBackend):
         """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
         batch = self._batch
         assert batch is not None
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
+        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
         index, controller = layer.layer_id - self.token_to_kv_pool.start_layer, self.controller
         resident, passes = self.tier.layers[index], len(self._plans)
         indices = forward_batch.out_cache_loc.view(batch.rows, -1)
@@ -195,7 +195,7 @@ class DeviceAttentionBackend(TierBackend):
     ) -> Tensor:
         if self._batch is not None:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
+        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         fmt = self.tier.layout.summary_format
         out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
@@ -208,6 +208,15 @@ class DeviceAttentionBackend(TierBackend):
                 if each.builds:
                     self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens])
         return out.view(q.shape)
+
+    def _inputs(self, layer: RadixAttention, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As `layer_inputs`; the softmax scale is the one that the kernels were made with."""
+        if layer.scaling != self._scale:
+            raise NotImplementedError(
+                f"sglang-oasis cannot serve attention layer {layer.layer_id}, whose softmax scale changed from "
+                f"{self._scale} to {layer.scaling} after the start."
+            )
+        return layer_inputs(layer, *inputs)
 
     def _planned_tables(self) -> Iterator[tuple[DecodePlan, SlotTable]]:
         """Every table of every pass of the step at hand."""

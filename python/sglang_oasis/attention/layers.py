@@ -1,6 +1,7 @@
 """What both attention backends need to know about an attention layer of SGLang.
 
-Read from sglang 0.5.23: `layers/radix_attention.py` (RadixAttention, AttentionType).
+Read from sglang 0.5.23: `layers/radix_attention.py` (RadixAttention, AttentionType), `models/transformers.py`
+(attention_instances, sglang_flash_attention_forward).
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from sglang_oasis.errors import LookaheadKVError
+
+
+def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
+    """All attention layers of a loaded model, by their number.
+
+    SGLang's wrapper around a Transformers model keeps them in a dict, where `modules` does not find them, and learns
+    their softmax scale in the first pass; here they have it already.
+    """
+    wrapped: dict[int, RadixAttention] = getattr(model, "attention_instances", None) or {}
+    layers = {id(module): module for module in model.modules() if isinstance(module, RadixAttention)}
+    layers |= {id(layer): layer for layer in wrapped.values()}
+    for module in model.modules() if wrapped else ():
+        scale, number = getattr(module, "scaling", None), getattr(module, "layer_idx", None)
+        if scale is not None and number in wrapped:
+            wrapped[number].scaling = float(scale)
+    return sorted(layers.values(), key=lambda layer: layer.layer_id)
 
 
 def layer_inputs(
@@ -47,9 +64,7 @@ def check_layers(model: torch.nn.Module, flag: str) -> None:
     Raises:
         LookaheadKVError: names the layer and what it needs.
     """
-    for module in model.modules():
-        if not isinstance(module, RadixAttention):
-            continue
+    for module in attention_layers(model):
         needs = {
             "a sliding window": module.sliding_window_size > -1,
             "cross attention": module.is_cross_attention,

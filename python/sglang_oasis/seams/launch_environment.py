@@ -1,4 +1,7 @@
-"""What a launch needs from the machine: a free port, a whole model folder, threads that share the cores."""
+"""What a launch needs from the machine: a free port, a whole model folder, threads that share the cores.
+
+Read from sglang 0.5.23: `utils/numa_utils.init_threads_binding` (SGLANG_CPU_OMP_THREADS_BIND).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,23 @@ def share_the_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (threads := usable_cpus()) < allowed_cpus():
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def divide_cores(ranks: int) -> None:
+    """Give each of this host's ranks cores of its own, as far as there are enough.
+
+    SGLang gives a rank a NUMA node, and ends late where there are fewer nodes than ranks and no variable names
+    the cores. What a user has set stays.
+    """
+    from sglang.srt.utils.numa_utils import get_cpu_ids_by_node
+
+    if ranks <= max(1, len(get_cpu_ids_by_node())):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // ranks)
+    shares = [[cores[(rank * each + core) % len(cores)] for core in range(each)] for rank in range(ranks)]
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(each, usable_cpus() // ranks))))
 
 
 def check_port(host: str | None, port: int) -> None:

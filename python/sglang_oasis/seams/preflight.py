@@ -18,8 +18,10 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
 from sglang_oasis.seams import dtypes
-from sglang_oasis.seams.launch_environment import check_model_folder, share_the_cores
+from sglang_oasis.seams.launch_environment import check_model_folder, divide_cores, share_the_cores
+from sglang_oasis.seams.machine_flags import as_typed, check_device_flags, check_packages
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
+from sglang_oasis.seams.sizing import ranks_per_host
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -27,6 +29,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "prefill_attention_backend": (None,),
     "decode_attention_backend": (None,),
     "disaggregation_mode": ("null",),
+    "is_embedding": (False,),
     "speculative_adaptive": (False,),
     "speculative_draft_attention_backend": (None,),
     "speculative_draft_kv_cache_dtype": (None,),
@@ -89,6 +92,12 @@ def check_before_resolution(server_args: Any) -> None:
             f"{asked_by(server_args)} does not work with --kv-cache-dtype {server_args.kv_cache_dtype}, which "
             f"quantises the KV cache: use auto."
         )
+    chunk = server_args.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % page_size:
+        raise LookaheadKVError(
+            f"--chunked-prefill-size {chunk} is not possible: give a multiple of the page size {page_size}."
+        )
+    _check_overrides(server_args.json_model_override_args)
     _check_drafts(server_args)
     _check_folder("--model-path", server_args.model_path, server_args.load_format)
     if algorithm_of(server_args) == EAGLE3:
@@ -135,6 +144,9 @@ def check_after_resolution(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
     view = resolving_view(server_args)
+    check_device_flags(view)
+    check_packages(view)
+    _check_heads(model_config_of(server_args), view.tp_size)
     if enabled(server_args):
         if view.device != "cpu" or DebugEnv.read().device_path:
             check_device(server_args, model_config_of(server_args), view)
@@ -144,6 +156,7 @@ def check_after_resolution(server_args: Any) -> None:
             f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: leave it out."
         )
     if view.device == "cpu":
+        divide_cores(ranks_per_host(server_args))
         share_the_cores()
         native.prepare()  # here, where the user sees it, and not in every rank
 
@@ -192,8 +205,32 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
             )
 
 
+def _check_heads(model: Any, tp_size: int) -> None:
+    """SGLang gives each rank whole heads, and finds out that it cannot when it loads the weights."""
+    heads, kv_heads = model.get_total_num_attention_heads(), model.get_total_num_kv_heads()
+    if heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
+        raise LookaheadKVError(
+            f"--tp-size {tp_size} does not divide the model's {heads} query and {kv_heads} KV heads: use one that does."
+        )
+
+
+def _check_overrides(text: str) -> None:
+    try:
+        overrides = json.loads(text)
+    except ValueError:
+        overrides = None
+    if not isinstance(overrides, dict):
+        raise LookaheadKVError(f"--json-model-override-args {text} is not possible: give a JSON object.")
+
+
 def _check_folder(flag: str, path: str, load_format: str) -> None:
     folder = Path(path)
+    if folder.is_dir() and load_format == "gguf":
+        raise LookaheadKVError(f"--load-format gguf reads a file, and {folder} is a folder: give a file to {flag}.")
+    if folder.is_dir() and load_format == "sharded_state" and not list(folder.glob("model-rank-*-part-*.safetensors")):
+        raise LookaheadKVError(
+            f"--load-format sharded_state finds no model-rank-*-part-*.safetensors in {folder}: leave the format out."
+        )
     if folder.is_dir():
         check_model_folder(folder, flag=flag, weights=load_format in ("auto", "safetensors"))
     elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
@@ -251,8 +288,8 @@ def _check_drafts(server_args: Any) -> None:
         given = getattr(server_args, name)
         if given is not None and given != value:
             raise LookaheadKVError(
-                f"{asked_by(server_args)} verifies chains of draft tokens, not the trees of {_as_typed(name, given)}: "
-                f"use {_as_typed(name, value)}."
+                f"{asked_by(server_args)} verifies chains of draft tokens, not the trees of {as_typed(name, given)}: "
+                f"use {as_typed(name, value)}."
             )
 
 
@@ -270,7 +307,12 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, ranks_per_host
+    from sglang_oasis.seams.sizing import (
+        check_host_bytes,
+        draft_layout_of_flags,
+        layout_of_model,
+        note_free_host_bytes,
+    )
     from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
     layout = layout_of_model(server_args, model, dtypes.kv_dtype(view, model.dtype), view.tp_size, view.page_size)
@@ -282,15 +324,12 @@ def _check_memory(server_args: Any, model: Any, view: Any) -> None:
         # What a GPU has free is known in the scheduler only, when the model is on it.
         free_device_bytes=None if device_is_host else UNKNOWN,
     )
+    if server_args.dp_size > 1:
+        note_free_host_bytes()
     check_host_bytes(layout, budget.host_bytes, draft)
     layout.rows_in(budget.device_bytes, draft.row_bytes if draft else 0)
 
 
 def _does_not_work_with(server_args: Any, field: str) -> LookaheadKVError:
-    given = _as_typed(field, getattr(server_args, field))
+    given = as_typed(field, getattr(server_args, field))
     return LookaheadKVError(f"{asked_by(server_args)} does not work with {given}: remove it.")
-
-
-def _as_typed(field: str, value: Any) -> str:
-    flag = "--" + field.replace("_", "-")
-    return flag if value is True else f"{flag} {value}"

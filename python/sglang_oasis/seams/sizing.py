@@ -7,8 +7,11 @@ byte budget of the KV pool) and `.resolve_max_num_reqs` (AFTER: an upper bound o
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.catalogue import Seam
@@ -16,9 +19,13 @@ from sglang_oasis.seams.dtypes import kv_dtype
 from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.memory import available_host_bytes
 from sglang_oasis.tier.staging import PrefillStaging
 
 logger = logging.getLogger(__name__)
+
+FREE_AT_LAUNCH = "SGLANG_OASIS_FREE_HOST_BYTES"
+"""Environment variable that the launcher sets for its data-parallel replicas."""
 
 
 def layout_of_model(
@@ -104,6 +111,25 @@ def ranks_per_host(server_args: Any) -> int:
     return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
 
 
+def note_free_host_bytes() -> None:
+    """Tell the processes to be started what is free before any of them runs."""
+    os.environ[FREE_AT_LAUNCH] = str(available_host_bytes())
+
+
+def host_bytes_to_share(server_args: Any) -> int | None:
+    """Host memory that the ranks of this host divide, None for what is free now.
+
+    Tensor-parallel ranks measure together. Data-parallel replicas do not wait for each other: one has loaded its
+    weights or filled its pool when another measures. So each starts from what was free in the launcher, and what it
+    has taken itself comes off its own share.
+    """
+    noted = os.environ.get(FREE_AT_LAUNCH)
+    if server_args.dp_size == 1 or noted is None:
+        return None
+    own = psutil.Process().memory_info()
+    return max(0, int(noted) - ranks_per_host(server_args) * (own.rss - own.shared))
+
+
 def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_memory: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return original(configurator, pre_model_load_memory)
@@ -113,6 +139,7 @@ def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_me
         config_of(configurator.server_args, configurator.page_size),
         ranks=ranks_per_host(configurator.server_args),
         free_device_bytes=None if on_cpu else original(configurator, pre_model_load_memory),
+        free_host_bytes=host_bytes_to_share(configurator.server_args),
     )
     draft_layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
     host_kv_bytes = bytes_to_divide(budget.host_bytes, layout, draft_layout(configurator), draft_layers)

@@ -1,0 +1,68 @@
+"""Flags whose kernels or packages this machine does not have: refused here, and not after the model is loaded.
+
+Read from sglang 0.5.23: field names and choices of ServerArgs, `lora/layers.py` (pinned memory),
+`constrained/base_grammar_backend.py`, `model_loader/loader.py`.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from sglang_oasis.errors import LookaheadKVError
+
+# Field -> (values that work on a CPU, what to do instead). SGLang has the others for GPUs only.
+_ON_A_CPU: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_lora": ((None, False), "merge the adapter into the model's weights"),
+    "lora_paths": ((None, [], {}), "merge the adapters into the model's weights"),
+    "quantization": ((None, "unquant"), "use a model in bfloat16 or float32"),
+    "moe_runner_backend": (("auto", None), "leave it out"),
+    "moe_a2a_backend": (("none", None), "leave it out"),
+    "ep_size": ((1,), "leave it out"),
+}
+# (Field, value) -> the package that SGLang imports for it, after the model is loaded.
+_PACKAGES: dict[tuple[str, str], str] = {
+    ("grammar_backend", "outlines"): "outlines",
+    ("grammar_backend", "llguidance"): "llguidance",
+    ("grammar_backend", "xgrammar"): "xgrammar",
+    ("load_format", "bitsandbytes"): "bitsandbytes",
+    ("load_format", "fastsafetensors"): "fastsafetensors",
+    ("load_format", "runai_streamer"): "runai_model_streamer",
+}
+
+
+def check_device_flags(view: Any) -> None:
+    """Refuse flags that only a GPU serves.
+
+    Args:
+        view: the arguments as they are resolved; the quantisation may be the model's own.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
+    if view.device != "cpu":
+        return
+    for field, (allowed, remedy) in _ON_A_CPU.items():
+        value = getattr(view, field)
+        if value not in allowed:
+            raise LookaheadKVError(f"{as_typed(field, value)} does not work on a CPU: {remedy}.")
+
+
+def check_packages(view: Any) -> None:
+    """Refuse flags that need a package which is not installed.
+
+    Raises:
+        LookaheadKVError: one sentence.
+    """
+    for (field, value), package in _PACKAGES.items():
+        if getattr(view, field) == value and find_spec(package) is None:
+            raise LookaheadKVError(
+                f"{as_typed(field, value)} needs the package {package}, which is not installed: install it or leave "
+                f"the flag out."
+            )
+
+
+def as_typed(field: str, value: Any) -> str:
+    """A flag as a user types it."""
+    flag = "--" + field.replace("_", "-")
+    return flag if value is True or not isinstance(value, str | int | float) else f"{flag} {value}"
