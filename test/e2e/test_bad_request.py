@@ -79,7 +79,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"text": ["a"] * 8, "sampling_params": {"n": 1000}},
         "n 1000 is not possible: give 1 to 512",
     ),
-    "top_k": ("/generate", sampling(top_k=2**40), "top_k 1099511627776 is not possible: give 1 to 1073741824"),
+    "top_k": (
+        "/generate",
+        sampling(top_k=2**40, temperature=1),
+        "top_k 1099511627776 is not possible: give 1 to 1073741824",
+    ),
     "temperature": ("/generate", sampling(temperature=1e300), "temperature 1e+300 is not possible: give 0 to 3.4e+38"),
     "repetition_penalty": ("/generate", sampling(repetition_penalty=1e-40), "repetition_penalty 1e-40 is not possible"),
     "min_new_tokens": (

@@ -19,7 +19,7 @@ from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_baseline
 
 pytestmark = pytest.mark.e2e
 
-EXAMPLES = int(os.environ.get("SGLANG_OASIS_FUZZ_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("SGLANG_OASIS_FUZZ_EXAMPLES", "60"))
 SEED = int(os.environ.get("SGLANG_OASIS_FUZZ_SEED", "10"))
 AT_ONCE = 4
 FINE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
