@@ -15,7 +15,7 @@ import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.processes import run
-from test.e2e.test_speculation import write_untrained_head
+from test.e2e.sources import write_untrained_head
 
 pytestmark = pytest.mark.e2e
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import BUDGET, CHUNK, CONTEXT, LAYERS, PAGE, text
-from test.e2e.test_speculation import write_untrained_head
+from test.e2e.sources import write_untrained_head
 from test.reference.sparse_reference import PrefilledPrompt, SparseReference
 from test.reference.trace import load_trace
 
