@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
     # Parallel blocks, partial rotary, LayerNorm, learned positions
     "cohere": Case("cohere", {"logit_scale": 0.5}),
     "cohere, query and key norms": Case("cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
-    "phi": Case("phi", {**MULTI_HEAD, **rope("default", partial_rotary_factor=0.5)}),
+    "phi": Case("phi", {**MULTI_HEAD, "intermediate_size": 4 * HIDDEN, **rope("default", partial_rotary_factor=0.5)}),
     "stablelm": Case("stablelm", rope("default", partial_rotary_factor=0.25)),
     "stablelm, parallel": Case("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "persimmon": Case("persimmon", {"num_key_value_heads": HEADS}),

@@ -55,5 +55,5 @@ def test_both_replicas_answer_and_both_are_counted(replicas: Server, small_pool_
 
 def test_each_replica_has_what_the_flags_give_a_rank(replicas: Server) -> None:
     for rank in ranks(replicas):
-        assert 0.09e9 < rank["bytes"]["host_capacity"] <= 0.1e9
-        assert 0 < rank["bytes"]["device_capacity"] <= 0.1e9
+        assert 0.099e9 < rank["bytes"]["host_capacity"] < 0.101e9  # a page more absorbs padding
+        assert 0 < rank["bytes"]["device_capacity"] < 0.101e9

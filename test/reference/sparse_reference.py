@@ -191,11 +191,16 @@ class SparseReference:
         return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), kv_dtype)
 
     def prefill(self, prompt_ids: Sequence[int], chunk: int = 1024) -> PrefilledPrompt:
-        """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`."""
+        """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`.
+
+        Raises `ValueError` where the model computes its attention itself (GPT-J): there is no reference then.
+        """
         attention = DenseAttention()
         cache = DynamicCache()
         for start in range(0, len(prompt_ids), chunk):
             logprobs = self._forward(prompt_ids[start : start + chunk], cache, attention, logits=1)
+        if not attention.last_queries:
+            raise ValueError(f"{type(self.model).__name__} does not attend through transformers' attention interface")
         queries = torch.stack([attention.last_queries[layer] for layer in range(len(attention.last_queries))])
         return PrefilledPrompt(len(prompt_ids), logprobs[0], queries, cache)
 
