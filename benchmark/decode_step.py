@@ -126,7 +126,11 @@ def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -
     generated = len(cases) * (FEW + options.steps + 2 * PAGE)
     tokens = max(case.batch * (case.context + 2 * PAGE + generated) for case in cases)
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(context + MARGIN), "--page-size", str(PAGE)),
+        *("--dtype", options.dtype, "--kv-cache-dtype", "bfloat16", "--context-length", str(context + MARGIN)),
+        *(
+            "--page-size",
+            str(PAGE),
+        ),
         *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch), "--sleep-on-idle"),
     )
     if backend == "stock":
@@ -277,6 +281,7 @@ def main() -> None:
         help="largest case of stock and of lookahead-all-resident",
     )
     parser.add_argument("--lookahead", nargs="*", default=[], help="more flags for lookahead KV")
+    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
     parser.add_argument("--name", default="decode_step")
     options = parser.parse_args()
     tokens = max(options.batches) * WINDOW_DISTANCE + max(options.contexts)

@@ -61,7 +61,18 @@ def time_to_first_token(server: Server, prompt: Sequence[int], cached: int) -> f
 
 def measure(backend: str, text: Sequence[int], options: argparse.Namespace) -> Result:
     tokens = str((options.prefix + options.new + 64) * options.prompts)
-    flags = ("--dtype", "bfloat16", "--page-size", "16", "--chunked-prefill-size", "8192", "--max-total-tokens", tokens)
+    flags = (
+        "--dtype",
+        options.dtype,
+        "--kv-cache-dtype",
+        "bfloat16",
+        "--page-size",
+        "16",
+        "--chunked-prefill-size",
+        "8192",
+        "--max-total-tokens",
+        tokens,
+    )
     cold, cached = [], []
     with launch_server(*flags, *BACKENDS[backend]) as server:
         server.generate(list(text[-options.prefix :]), max_new_tokens=1)  # the first of its size, not counted
@@ -81,6 +92,8 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=3904, help="tokens that are cached the second time, whole pages")
     parser.add_argument("--new", type=int, default=16, help="tokens that are not")
     parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
+    parser.add_argument("--name", default="prefill")
     options = parser.parse_args()
     needed = options.prompts * WINDOW_DISTANCE + 2 * (options.prefix + options.new)
     text = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), needed)
@@ -99,7 +112,7 @@ def main() -> None:
     axes.bar(list(bars), list(bars.values()))
     axes.set(ylabel="time to first token, s", yscale="log")
     axes.tick_params(axis="x", rotation=30)
-    report.save("prefill", {"options": vars(options), "results": [asdict(r) for r in results]}, figure)
+    report.save(options.name, {"options": vars(options), "results": [asdict(r) for r in results]}, figure)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,14 @@ def servers(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     same_bytes = pool_tokens(options.dense_requests, options)
     everything = str(pool_tokens(options.requests, options))
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(options.longest + options.output + 2 * PAGE)),
+        *(
+            "--dtype",
+            options.dtype,
+            "--kv-cache-dtype",
+            "bfloat16",
+            "--context-length",
+            str(options.longest + options.output + 2 * PAGE),
+        ),
         *("--page-size", str(PAGE), "--chunked-prefill-size", "2048"),
     )
     gigabytes = same_bytes * kv_bytes_per_token() / 1e9
@@ -177,6 +184,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=7000)
     parser.add_argument("--output", type=int, default=96, help="output tokens of each request")
     parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
     parser.add_argument("--name", default="serving")
     options = parser.parse_args()
     chosen = {name: flags for name, flags in servers(options).items() if name in (options.servers or servers(options))}
