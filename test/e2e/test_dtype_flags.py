@@ -72,7 +72,7 @@ DTYPES: dict[tuple[str, tuple[str, ...], tuple[float, float]], tuple[str, str, s
     ("float32", DENSE, SLOW): ("float32", "float16", "torch.float32"),
     ("bfloat16", (), SLOW): AUTO,
     # Nodes would decide for themselves, and their ranks must agree.
-    ("bfloat16", (*DENSE, "--nnodes", "2", "--tp-size", "2", "--dist-init-addr", "127.0.0.1:29"), SLOW): AUTO,
+    ("bfloat16", (*DENSE, "--nnodes", "3", "--tp-size", "3", "--dist-init-addr", "127.0.0.1:29"), SLOW): AUTO,
 }
 SLEEPS: dict[tuple[str, ...], bool] = {
     LOOKAHEAD: True,
