@@ -246,7 +246,7 @@ def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.Monkey
     def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
         left = []
         if isinstance(pipeline, NativePipeline):
-            pipeline.throttle(1e6)  # some 8 ms for the blocks of a row and head: no task is done before it is waited for
+            pipeline.throttle(1e6)  # some 8 ms per row and head: no task is done before it is waited for
         for number in range(4, 6 + EXAMPLES // 20):
             pipeline.begin_step(tiers.step(number))
             for layer in range(3):
