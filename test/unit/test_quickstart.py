@@ -67,8 +67,8 @@ def write(stand_in: Path, at_start: str = "", on_request: str = "pass") -> None:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "STALL_S", 1.0)
-    monkeypatch.setattr(server_process, "WORK_S", 0.3)
+    monkeypatch.setattr(server_process, "STALL_S", 2.0)
+    monkeypatch.setattr(server_process, "WORK_S", 0.04)
 
 
 def is_alive(pid: int) -> bool:
@@ -97,7 +97,7 @@ def test_a_server_that_ends_while_it_starts_is_told_with_what_it_said(stand_in: 
 
 @pytest.mark.usefixtures("short_patience")
 def test_a_slow_start_is_waited_for_as_long_as_it_works(stand_in: Path, tmp_path: Path) -> None:
-    write(stand_in, at_start="end = time.process_time() + 2.5\nwhile time.process_time() < end: pass")
+    write(stand_in, at_start="end = time.process_time() + 3.5\nwhile time.process_time() < end: pass")
     with server_process.running_server([], tmp_path / "log"):
         pass
 
@@ -106,7 +106,7 @@ def test_a_slow_start_is_waited_for_as_long_as_it_works(stand_in: Path, tmp_path
 def test_a_start_that_hangs_is_given_up(stand_in: Path, tmp_path: Path) -> None:
     write(stand_in, at_start="time.sleep(600)")
     with (
-        pytest.raises(server_process.ServerError, match=r"has done nothing for 1\.0 s"),
+        pytest.raises(server_process.ServerError, match=r"has done nothing for 2\.0 s"),
         server_process.running_server([], tmp_path / "log"),
     ):
         pass
