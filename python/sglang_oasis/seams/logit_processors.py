@@ -13,6 +13,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from sglang_oasis.errors import RequestRefused
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.running_batch import looks_back
 
@@ -23,19 +24,19 @@ def check_custom_logit_processor(serialized: str) -> None:
     """Refuse what the scheduler could not make a processor of.
 
     Raises:
-        ValueError: one sentence.
+        RequestRefused: it cannot be loaded or called.
     """
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
     try:
         processor = CustomLogitProcessor.from_str(serialized)
     except Exception as error:  # whatever its code raises
-        raise ValueError(
+        raise RequestRefused(
             f"custom_logit_processor cannot be loaded ({type(error).__name__}: {error}): give what "
             "CustomLogitProcessor.to_str() returns, of a class that the server can import."
         ) from error
     if not callable(processor):
-        raise ValueError("custom_logit_processor cannot be called: give a subclass of CustomLogitProcessor.")
+        raise RequestRefused("custom_logit_processor cannot be called: give a subclass of CustomLogitProcessor.")
 
 
 def _validate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -56,26 +56,11 @@ def _tokenize(original: Callable[..., Any], manager: Any, request: Any, *args: A
     if manager.enable_metrics:
         allowed = get_observability().tokenizer_metrics_allowed_custom_labels
         check_labels(getattr(request, "custom_labels", None), allowed or ())
-    _check_processor(getattr(request, "custom_logit_processor", None))
     tokenized = _read(original, manager, request, *args, **kwargs)
     model = manager.model_config
     _read(check_tokenized, tokenized, model.vocab_size, model.hidden_size, manager.context_len)
     _read(msgpack_encode, tokenized.sampling_params)  # integers of any size may hide in custom_params
     return tokenized
-
-
-def _check_processor(processor: str | None) -> None:
-    """Refuse a custom logit processor that the scheduler could not unpack; SGLang has checked that they are allowed."""
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
-
-    if not processor:
-        return
-    try:
-        CustomLogitProcessor.from_str(processor)
-    except Exception as error:
-        raise RequestRefused(
-            f"custom_logit_processor is not possible ({type(error).__name__}: {error}): give what its to_str() returns."
-        ) from None
 
 
 async def _detokenize(original: Callable[..., Any], serving: Any, adapted: Any, request: Any, raw: Any) -> Any:
