@@ -72,8 +72,8 @@ class Server:
 
     def prefill(self) -> int:
         """Tokens that prefill has computed since the start: the number grows with every chunk of a prompt."""
-        (load,) = self.get("/v1/loads?include=core", timeout=5)["loads"]
-        return load["total_prefill_uncached_tokens"]
+        loads = self.get("/v1/loads?include=core", timeout=5)["loads"]  # one per data-parallel rank
+        return sum(load["total_prefill_uncached_tokens"] for load in loads)
 
     def telling_line(self) -> str:
         """The line of the log that most likely says what went wrong, and where the log is."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,7 @@ def recount(orchestrator: Any, histories: list[array[int]]) -> None:
         orchestrator: a BatchedPenalizerOrchestrator.
         histories: output tokens of each request of the batch.
     """
-    vocabulary = orchestrator.vocab_size
-    counts = torch.stack([_counts(tokens, vocabulary) for tokens in histories]).to(orchestrator.device)
+    counts = _counts(histories, orchestrator.vocab_size, orchestrator.device)
     lengths = torch.tensor([[len(tokens)] for tokens in histories], dtype=torch.int32).to(orchestrator.device)
     for kind, penalizer in orchestrator.penalizers.items():
         if penalizer.is_prepared():
@@ -49,10 +49,13 @@ def scale(logits: Tensor, scaling_penalties: Tensor) -> None:
     logits.copy_(torch.where(logits < 0, logits * scaling_penalties, logits / scaling_penalties))
 
 
-def _counts(tokens: array[int], vocabulary: int) -> Tensor:
-    if not tokens:
-        return torch.zeros(vocabulary, dtype=torch.int64)
-    return torch.bincount(torch.frombuffer(tokens, dtype=torch.int64), minlength=vocabulary)[:vocabulary]
+def _counts(histories: list[array[int]], vocabulary: int, device: Any) -> Tensor:
+    """[n, V] int32, made on the device: only the tokens go there."""
+    ids = [np.array(tokens, np.int64) for tokens in histories]
+    places = np.concatenate([row * vocabulary + tokens[tokens < vocabulary] for row, tokens in enumerate(ids)])
+    where = torch.from_numpy(places).to(device)
+    counts = torch.zeros(len(ids) * vocabulary, dtype=torch.int32, device=device)
+    return counts.scatter_add_(0, where, torch.ones_like(where, dtype=torch.int32)).view(-1, vocabulary)
 
 
 def _set_frequency(penalizer: Any, counts: Tensor, lengths: Tensor) -> None:
