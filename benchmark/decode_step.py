@@ -127,10 +127,7 @@ def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -
     tokens = max(case.batch * (case.context + 2 * PAGE + generated) for case in cases)
     common = (
         *("--dtype", options.dtype, "--kv-cache-dtype", "bfloat16", "--context-length", str(context + MARGIN)),
-        *(
-            "--page-size",
-            str(PAGE),
-        ),
+        *("--page-size", str(PAGE)),
         *("--max-total-tokens", str(tokens), "--max-running-requests", str(batch), "--sleep-on-idle"),
     )
     if backend == "stock":
