@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops import product_rates
+from sglang_oasis.seams import dtypes
 from sglang_oasis.seams.dtypes import SLOW, Decision, Room, decide, kv_dtype
 from sglang_oasis.seams.launch_environment import parameters_in
 
@@ -65,6 +66,20 @@ def test_float32_weights_must_leave_room_for_the_cache(room: Room, suffices: boo
     assert ("are too much for the 10.0 GB that are free: --dtype auto computes in bfloat16" in decision.sentence) != (
         suffices
     )
+
+
+def test_each_replica_has_weights_and_each_rank_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(3, 5)}, tmp_path / "1.safetensors")
+    monkeypatch.setattr(dtypes, "available_host_bytes", lambda: 7 * 10**9)
+    view = SimpleNamespace(
+        model_path=str(tmp_path),
+        speculative_draft_model_path=str(tmp_path),
+        lookahead_kv_host_gb=0.5,
+        lookahead_kv_device_gb="auto",
+        tp_size=3,
+        dp_size=2,
+    )
+    assert dtypes._room(view) == Room(weights=2 * 2 * 15 * 4, free=7 * 10**9, asked=3 * 10**9)
 
 
 @pytest.mark.parametrize(

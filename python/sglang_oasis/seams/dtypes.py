@@ -44,7 +44,7 @@ class Room(NamedTuple):
     """What float32 weights need and find.
 
     Attributes:
-        weights: their bytes, None where they are not on this machine yet.
+        weights: bytes of all replicas, None where they are not on this machine yet.
         free: bytes of free host memory.
         asked: bytes of it that the tiers were promised.
     """
@@ -133,7 +133,7 @@ def _room(view: Any) -> Room:
     gigabytes = [view.lookahead_kv_host_gb, view.lookahead_kv_device_gb]
     per_rank = sum(int(size * 1e9) for size in gigabytes if isinstance(size, (int, float)))
     return Room(
-        None if parameters is None else parameters * torch.float32.itemsize,
+        None if parameters is None else parameters * torch.float32.itemsize * view.dp_size,
         available_host_bytes(),
         per_rank * view.tp_size * view.dp_size,
     )

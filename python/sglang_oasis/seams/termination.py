@@ -79,9 +79,10 @@ def _leave_sigterm_to_the_program(original: Callable[..., Any], manager: Any) ->
     is_server = manager._server_stop_hook is not None
     first_time = manager.event_loop is None
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if is_server or not first_time or not in_main_thread or not uses_host_pool(manager.server_args):
+    programs = signal.getsignal(signal.SIGTERM)  # None: Python cannot put it back
+    served_here = first_time and in_main_thread and uses_host_pool(manager.server_args)
+    if is_server or not served_here or programs is None:
         return original(manager)
-    programs = signal.getsignal(signal.SIGTERM)
     original(manager)
     manager.event_loop.remove_signal_handler(signal.SIGTERM)
     signal.signal(signal.SIGTERM, programs)
