@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 
 from sglang_oasis.seams import control_requests
@@ -56,6 +58,17 @@ def test_requests_to_generate_are_not_guarded(name: str) -> None:
 def test_each_kind_of_answer_says_that_it_failed(request_: Any, expected: dict[str, Any]) -> None:
     answer = failure(request_, "why")
     assert {name: getattr(answer, name) for name in expected} == expected
+
+
+def test_whatever_the_scheduler_handles_may_fail() -> None:
+    scheduler = MagicMock()
+    Scheduler.init_request_dispatcher(scheduler)
+    guarded_kinds = [
+        kind for kind in scheduler._request_dispatcher._mapping if kind.__name__ not in control_requests.NOT_GUARDED
+    ]
+    assert len(guarded_kinds) > 30
+    for kind in guarded_kinds:
+        failure(type(kind.__name__, (), {})(), "why")  # raises nothing: that would end the scheduler
 
 
 def test_what_has_no_answer_gets_none() -> None:

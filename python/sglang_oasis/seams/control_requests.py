@@ -73,6 +73,8 @@ def failure(request: Any, message: str) -> Any:
         "message": message,
         "error_message": message,
         "parameter": None,
+        "response": [],
+        "layout": {},
         "session_id": getattr(request, "session_id", None),
     }
     return output(**{field.name: said[field.name] for field in msgspec.structs.fields(output) if field.name in said})
