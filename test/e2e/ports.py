@@ -1,8 +1,8 @@
 """Ports for servers under test that nothing else can take before the server listens.
 
-They lie below the range from which the kernel hands out ports by itself (SGLang's own store, gloo and ZeroMQ sockets
-get theirs there), and below the one from which SGLang picks a port for its ranks (22000 to 29999). Each is locked by a
-file for as long as this process lives, so that no two test runs on a machine get the same one.
+They lie outside the range from which the kernel hands out ports by itself (SGLang's own store, gloo and ZeroMQ sockets
+get theirs there), and outside the one from which SGLang picks a port for its ranks (22000 to 29999). Each is locked by
+a file for as long as this process lives, so that no two test runs on a machine get the same one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-LOWEST, HIGHEST = 10_000, 21_999
+CANDIDATES = (*range(10_000, 22_000), *range(30_000, 65_536))
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _held: list[int] = []
@@ -29,7 +29,8 @@ def reserve_port() -> int:
     """
     folder = Path(tempfile.gettempdir()) / f"sglang-oasis-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)
-    candidates = range(LOWEST, min(HIGHEST + 1, _first_ephemeral()))
+    low, high = (int(bound) for bound in EPHEMERAL_RANGE.read_text().split())
+    candidates = [port for port in CANDIDATES if not low <= port <= high]
     for port in random.SystemRandom().sample(candidates, len(candidates)):
         lock = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o600)
         try:
@@ -41,11 +42,7 @@ def reserve_port() -> int:
             _held.append(lock)
             return port
         os.close(lock)
-    raise RuntimeError(f"no port of {candidates} is free: end what listens there.")
-
-
-def _first_ephemeral() -> int:
-    return int(EPHEMERAL_RANGE.read_text().split()[0])
+    raise RuntimeError(f"none of {len(candidates)} ports outside {low} to {high} is free: end what listens there.")
 
 
 def _can_be_bound(port: int) -> bool:

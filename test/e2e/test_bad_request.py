@@ -138,8 +138,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "address of nobody": (
         "/init_weights_update_group",
-        {"master_address": "no host", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"},
-        "master_address 'no host' is not possible",
+        {"master_address": "a..b", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"},
+        "master_address 'a..b' is not possible",
     ),
     "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens -1 is not possible"),
     "log level of requests": (

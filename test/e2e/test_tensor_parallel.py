@@ -7,7 +7,7 @@ import pytest
 from sglang_oasis.reference_model import truncated_model_path
 from test.e2e.idle import MOST_OF_A_CORE, idle_share, polling_threads
 from test.e2e.server import Server, launch_server
-from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_same_answer, text
+from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_same_answer, finish_type, text
 
 pytestmark = pytest.mark.e2e
 
@@ -16,7 +16,10 @@ BINDING = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0"}  # SGLang wants to be told wh
 
 def answers(server: Server) -> list[dict]:
     prompts = [text(0, 20), text(500, 300), text(500, 700)]
-    return [server.generate(prompt, max_new_tokens=20, return_logprob=True) for prompt in prompts]
+    given = [server.generate(prompt, max_new_tokens=20, return_logprob=True) for prompt in prompts]
+    stopped = server.generate(prompts[1], max_new_tokens=20, return_logprob=True, sampling={"stop_regex": "[aeiou]"})
+    assert finish_type(stopped) == "stop"
+    return [*given, stopped]
 
 
 @pytest.mark.parametrize("driven_by_device", ["0", "1"], ids=["host", "device"])

@@ -174,7 +174,7 @@ def info_of(requests: list[Any], **fields: Any) -> SamplingBatchInfo:
         top_ps=column("top_p", torch.float32),
         top_ks=column("top_k", torch.int32),
         min_ps=column("min_p", torch.float32),
-        sampling_seed=seeds_of(requests, "cpu"),
+        sampling_seed=seeds_of(requests, "cpu", torch.Generator()),
         is_all_greedy=False,
         is_any_greedy=False,
         need_top_p_sampling=True,
@@ -225,7 +225,7 @@ def test_a_seed_gives_the_same_token_whatever_is_beside_it() -> None:
     for row in (0, 2):
         alone = draw(probs[row : row + 1], info_of(requests[row : row + 1]), positions[row : row + 1])
         assert alone.tolist() == [together[row]]
-    assert seeds_of([request()], "cpu") is None
+    assert seeds_of([request()], "cpu", torch.Generator()) is None
 
 
 @pytest.fixture
@@ -415,7 +415,7 @@ def test_a_row_that_was_freed_before_its_batch_ran_is_given_up_again() -> None:
     info = info_of(requests, penalizer_orchestrator=orchestrator)
     events: list[Any] = []
     pool = SimpleNamespace(_aux_cache=SimpleNamespace(free=events.append))
-    scheduler = SimpleNamespace(req_to_token_pool=pool)
+    scheduler = SimpleNamespace(req_to_token_pool=pool, server_args=SimpleNamespace(random_seed=1))
     batch = SimpleNamespace(reqs=requests, sampling_info=info, device="cpu", req_pool_indices=torch.tensor([5, 9]))
 
     def run(_scheduler: Any, _batch: Any) -> None:

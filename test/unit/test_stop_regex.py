@@ -39,4 +39,37 @@ def test_nothing_of_the_limit_outlives_the_search(monkeypatch: pytest.MonkeyPatc
 
 def test_a_request_without_a_pattern_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "setitimer", None)
-    assert stop_regex._bounded(lambda request: True, request())
+    assert stop_regex._check(lambda request: True, request())
+
+
+class Ranks:
+    """Tensor-parallel ranks, as one of them sees them."""
+
+    def __init__(self, rank: int, said: Any = None) -> None:
+        self.rank_in_group, self.said = rank, said
+
+    def broadcast_object(self, verdict: Any) -> Any:
+        if self.rank_in_group == 0:
+            self.said = verdict
+        return self.said
+
+
+def test_ranks_come_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(request: Any) -> bool:
+        request.finished_reason, request.finished_len = "matched", 7
+        return True
+
+    def does_not_search(request: Any) -> bool:
+        raise AssertionError
+
+    def unfinished() -> Any:
+        fresh = request("a")
+        fresh.finished_reason = fresh.finished_len = None
+        return fresh
+
+    first, other = Ranks(0), unfinished()
+    monkeypatch.setattr(stop_regex, "_ranks", lambda: first)
+    assert stop_regex._check(ends, unfinished())
+    monkeypatch.setattr(stop_regex, "_ranks", lambda: Ranks(1, first.said))
+    assert stop_regex._check(does_not_search, other)
+    assert (other.finished_reason, other.finished_len) == ("matched", 7)

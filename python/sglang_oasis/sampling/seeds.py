@@ -16,12 +16,12 @@ from torch import Tensor
 _ANY_SEED = 2**62
 
 
-def seeds_of(requests: list[Any], device: Any) -> Tensor | None:
-    """[n] int64; a random seed for a request without one, None when no request has one."""
+def seeds_of(requests: list[Any], device: Any, others: torch.Generator) -> Tensor | None:
+    """[n] int64; a seed from `others` for a request without one, None when no request has one."""
     given = [request.sampling_params.sampling_seed for request in requests]
     if all(seed is None for seed in given):
         return None
-    seeds = torch.randint(_ANY_SEED, (len(given),))
+    seeds = torch.randint(_ANY_SEED, (len(given),), generator=others)
     for row, seed in enumerate(given):
         if seed is not None:
             seeds[row] = seed

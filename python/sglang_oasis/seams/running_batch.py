@@ -9,8 +9,11 @@ finished requests leave the batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from sglang_oasis.sampling.history import output_tokens, show
 from sglang_oasis.sampling.penalties import recount
@@ -30,9 +33,10 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     global _running
     info = batch.sampling_info
     if info is None:
+        _running = None
         return original(scheduler, batch, *args, **kwargs)
     _running = _prepare(batch, getattr(scheduler, "result_queue", ()))
-    info.sampling_seed = seeds_of(batch.reqs, batch.device)
+    info.sampling_seed = seeds_of(batch.reqs, batch.device, _generator(scheduler.server_args.random_seed))
     finished = [entry for entry, request in enumerate(batch.reqs) if request.finished()]
     rows = batch.req_pool_indices[finished].tolist() if finished else []
     try:
@@ -40,6 +44,12 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     finally:
         info.sampling_seed = None  # batches with and without seeds are merged
         _give_up(scheduler.req_to_token_pool, rows)
+
+
+@functools.cache
+def _generator(seed: int) -> torch.Generator:
+    """For requests without a seed beside those with one; all ranks draw the same."""
+    return torch.Generator().manual_seed(seed)
 
 
 def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:

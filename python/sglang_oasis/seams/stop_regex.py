@@ -1,7 +1,11 @@
 """Bounds the time of a `stop_regex`: one that backtracks without end would stop the scheduler.
 
+Of tensor-parallel ranks the first one searches and tells the others: each by its own clock, they could come to
+different ends.
+
 Read from sglang 0.5.23: `managers/schedule_batch.Req._check_str_based_finish`, which searches in the scheduler's loop,
-once per token, and aborts the request where the search raises `re.error`. AROUND, because the time limit must end with
+once per token, and aborts the request where the search raises `re.error`; its results are what it returns and
+`finished_reason` and `finished_len` of the request. AROUND, because the time limit must end with
 the search. A signal can interrupt Python's `re`, which looks for signals while it backtracks. Remove when upstream
 bounds the time.
 """
@@ -20,11 +24,29 @@ LONGEST_SEARCH = 1.0
 """Seconds of one step that all patterns of a request may take; an innocent one takes microseconds."""
 
 
+def _check(original: Callable[..., bool], request: Any, *args: Any, **kwargs: Any) -> bool:
+    if not request.sampling_params.stop_regex_strs:
+        return original(request, *args, **kwargs)
+    ranks = _ranks()
+    if ranks is None:
+        return _bounded(original, request, *args, **kwargs)
+    found = ranks.rank_in_group == 0 and _bounded(original, request, *args, **kwargs)
+    found, request.finished_reason, request.finished_len = ranks.broadcast_object(
+        (found, request.finished_reason, request.finished_len)
+    )
+    return found
+
+
+def _ranks() -> Any:
+    """The group of tensor-parallel ranks, whose schedulers do the same; None where there is one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group if get_parallel().tp_size > 1 else None
+
+
 def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: Any) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if not request.sampling_params.stop_regex_strs:
-        return original(request, *args, **kwargs)
     previous = signal.signal(signal.SIGALRM, _too_slow)
     timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
     try:
@@ -41,4 +63,4 @@ def _too_slow(number: int, frame: Any) -> None:
     raise re.error(f"the search takes longer than {LONGEST_SEARCH:g} s, give a pattern that backtracks less")
 
 
-SEAMS = [Seam("managers.schedule_batch.Req._check_str_based_finish", _bounded, "AROUND")]
+SEAMS = [Seam("managers.schedule_batch.Req._check_str_based_finish", _check, "AROUND")]
