@@ -67,7 +67,7 @@ def failure(request: Any, message: str) -> Any:
     output = getattr(io_struct, type(request).__name__.removesuffix("Input") + "Output", None)
     if output is None:
         return None
-    said = {
+    said: dict[str, Any] = {
         "success": False,
         "updated": False,
         "message": message,
