@@ -415,7 +415,7 @@ def test_a_row_that_was_freed_before_its_batch_ran_is_given_up_again() -> None:
     info = info_of(requests, penalizer_orchestrator=orchestrator)
     events: list[Any] = []
     pool = SimpleNamespace(_aux_cache=SimpleNamespace(free=events.append))
-    scheduler = SimpleNamespace(req_to_token_pool=pool, server_args=SimpleNamespace(random_seed=1))
+    scheduler = SimpleNamespace(req_to_token_pool=pool, random_seed=1)
     batch = SimpleNamespace(reqs=requests, sampling_info=info, device="cpu", req_pool_indices=torch.tensor([5, 9]))
 
     def run(_scheduler: Any, _batch: Any) -> None:

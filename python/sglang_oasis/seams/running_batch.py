@@ -36,7 +36,7 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
         _running = None
         return original(scheduler, batch, *args, **kwargs)
     _running = _prepare(batch, getattr(scheduler, "result_queue", ()))
-    info.sampling_seed = seeds_of(batch.reqs, batch.device, _generator(scheduler.server_args.random_seed))
+    info.sampling_seed = seeds_of(batch.reqs, batch.device, _generator(scheduler.random_seed))
     finished = [entry for entry, request in enumerate(batch.reqs) if request.finished()]
     rows = batch.req_pool_indices[finished].tolist() if finished else []
     try:
