@@ -78,6 +78,7 @@ def test_each_replica_has_weights_and_each_rank_tiers(tmp_path: Path, monkeypatc
         lookahead_kv_device_gb="auto",
         tp_size=3,
         dp_size=2,
+        nnodes=1,
     )
     assert dtypes._room(view) == Room(weights=2 * 2 * 15 * 4, free=7 * 10**9, asked=3 * 10**9)
 

@@ -20,7 +20,7 @@ import torch
 
 from sglang_oasis.ops.product_rates import product_rates
 from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.launch_environment import parameters_in
+from sglang_oasis.seams.launch_environment import parameters_in, ranks_per_host
 from sglang_oasis.tier.memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def _room(view: Any) -> Room:
     return Room(
         None if parameters is None else parameters * torch.float32.itemsize * view.dp_size,
         available_host_bytes(),
-        per_rank * view.tp_size * view.dp_size,
+        per_rank * ranks_per_host(view),
     )
 
 

@@ -34,6 +34,11 @@ def share_the_cores() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
+def ranks_per_host(server_args: Any) -> int:
+    """Ranks that share the memory of one host."""
+    return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
+
+
 def divide_cores(ranks: int) -> None:
     """Give each of this host's ranks cores of its own, as far as there are enough.
 

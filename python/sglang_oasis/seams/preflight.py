@@ -18,10 +18,14 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selector import BoundSelector, find_selector
 from sglang_oasis.ops import device_step, native
 from sglang_oasis.seams import dtypes
-from sglang_oasis.seams.launch_environment import check_model_folder, divide_cores, share_the_cores
+from sglang_oasis.seams.launch_environment import (
+    check_model_folder,
+    divide_cores,
+    ranks_per_host,
+    share_the_cores,
+)
 from sglang_oasis.seams.machine_flags import as_typed, check_device_flags, check_packages
 from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
-from sglang_oasis.seams.sizing import ranks_per_host
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {

@@ -16,6 +16,7 @@ import psutil
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.dtypes import kv_dtype
+from sglang_oasis.seams.launch_environment import ranks_per_host
 from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.layout import TierLayout
@@ -104,11 +105,6 @@ def _layout(runner: Any, model_config: Any) -> TierLayout:
         runner.page_size,
         runner.model_config.context_len,  # a draft model decodes at the target's positions
     )
-
-
-def ranks_per_host(server_args: Any) -> int:
-    """Ranks that share the memory of one host."""
-    return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
 
 
 def note_free_host_bytes() -> None:
