@@ -13,7 +13,7 @@ cd "$repo"
 export PYTHONPATH=$repo/python CXX=${CXX:-g++}
 export OASIS_KERNEL_EXAMPLES=${OASIS_KERNEL_EXAMPLES:-20}
 export OMP_NUM_THREADS=1 # torch's threads are not what is tested, and ThreadSanitizer cannot see them synchronise
-tests=(test/unit/test_cpu_kernels.py test/unit/test_cpu_pipeline.py)
+tests=(test/unit/kernels/test_cpu_kernels.py test/unit/lookahead/test_cpu_pipeline.py)
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 
@@ -55,7 +55,7 @@ for sanitizer in "${sanitizers[@]}"; do
     case $sanitizer in
         address)
             check address libasan.so "-fsanitize=address,undefined -fno-sanitize-recover=undefined" \
-                "${tests[@]}" test/unit/test_cuda_kernels.py -k "not architecture"
+                "${tests[@]}" test/unit/kernels/test_cuda_kernels.py -k "not architecture"
             ;;
         thread)
             check thread libtsan.so "-fsanitize=thread" "${tests[@]}" -k "not instruction_sets"

@@ -190,7 +190,7 @@ is_linked || rm -f "$venv/.stamp-link"
 guarded_once link "$key" link_checkout
 if [[ $profile == cpu ]]; then
     attempt "Building the CPU kernels, unless they are cached" \
-        env PYTHONPATH="$repo/python" "$venv/bin/python" -m sglang_oasis.ops.native ||
+        env PYTHONPATH="$repo/python" "$venv/bin/python" -m sglang_oasis.kernels.cpu.native ||
         say "$(tail -n 1 "$log") Everything runs without them."
 fi
 say "The $profile environment in $venv is ready"

@@ -46,8 +46,8 @@ if (($# > 0)); then
 fi
 
 compile_reports() { # registers, shared memory and spills of the kernels for GPUs
-    python -m sglang_oasis.ops.compile_report || return
-    if command -v nvcc >/dev/null; then python -m sglang_oasis.ops.cuda_report; fi
+    python -m scripts.kernel_reports.compile_report || return
+    if command -v nvcc >/dev/null; then python -m scripts.kernel_reports.cuda_report; fi
 }
 
 run static ruff check .

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 def activate_platform() -> str | None:
     """The CPU platform's class path on a machine without an accelerator that SGLang serves itself, else None."""
-    from sglang_oasis.platform.detect import cpu_platform_wanted
+    from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 
-    return "sglang_oasis.platform.cpu.OasisCpuPlatform" if cpu_platform_wanted() else None
+    return "sglang_oasis.serving.cpu_platform.cpu.OasisCpuPlatform" if cpu_platform_wanted() else None
 
 
 def register() -> None:

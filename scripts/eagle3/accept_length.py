@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import launch_server
+from sglang_oasis.testing.server import launch_server
 
 BATCH = 16
 

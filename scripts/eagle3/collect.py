@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import Server, launch_server
-from test.reference.corpus import real_text_tokens
+from sglang_oasis.testing.corpus import real_text_tokens
+from sglang_oasis.testing.server import Server, launch_server
 
 LENGTH = 512
 """Tokens of a training sequence."""

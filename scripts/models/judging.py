@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from scripts.models.serving import PROMPTS
-from test.reference.selection import selection_is_top_k
-from test.reference.sparse_reference import SparseReference
-from test.reference.trace import load_trace
+from sglang_oasis.testing.selection import selection_is_top_k
+from sglang_oasis.testing.sparse_reference import SparseReference
+from sglang_oasis.testing.trace import load_trace
 
 TOLERANCE = 1e-3
 """Of log-probabilities, in nats."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.processes import forked_starts
+from sglang_oasis.testing.processes import forked_starts
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.sampling_cases import CASES, ask
-from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
 from test.e2e.sources import SOURCES, flags_of, write_untrained_head
 

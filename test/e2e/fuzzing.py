@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from urllib3.exceptions import ReadTimeoutError
 
-from test.e2e.server import Server
+from sglang_oasis.testing.server import Server
 
 ANSWER_TIMEOUT = 4.0
 """Seconds until the client goes: to ask for much is no fault, and the server has to clean up behind it."""

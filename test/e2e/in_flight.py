@@ -8,7 +8,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from test.e2e.server import ANSWER_TIMEOUT, Server
+from sglang_oasis.testing.server import ANSWER_TIMEOUT, Server
 
 
 class InFlight:

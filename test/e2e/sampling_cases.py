@@ -9,7 +9,7 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from test.e2e.server import Server
+from sglang_oasis.testing.server import Server
 from test.e2e.small_pool import text
 
 TOKENS = 24

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import Server
-from test.reference.corpus import real_text_tokens
+from sglang_oasis.testing.corpus import real_text_tokens
+from sglang_oasis.testing.server import Server
 
 LAYERS = 4
 PAGE = 16

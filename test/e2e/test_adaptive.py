@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_oasis.observability.audit import POOR_MASS
+from sglang_oasis.lookahead.audit import POOR_MASS
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import launch_server
+from sglang_oasis.testing.server import launch_server
 from test.e2e.small_pool import BUDGET, ENVIRONMENT, FLAGS, LAYERS, assert_baseline, finish_type, text
 
 pytestmark = pytest.mark.e2e

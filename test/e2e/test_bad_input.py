@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from sglang_oasis.testing.ports import reserve_port
+from sglang_oasis.testing.processes import run
+from sglang_oasis.testing.server import server_command
 from test.e2e import argument_resolution
-from test.e2e.ports import reserve_port
-from test.e2e.processes import run
-from test.e2e.server import server_command
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import Server, launch_server
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.small_pool import LAYERS, assert_baseline
 
 pytestmark = pytest.mark.e2e

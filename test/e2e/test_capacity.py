@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from benchmark.capacity import Workload, measure
+from benchmark.serving.throughput.capacity import Workload, measure
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import Server, launch_server
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.small_pool import BUDGET, CONTEXT, ENVIRONMENT, LAYERS, assert_same_answer, text
 
 pytestmark = pytest.mark.e2e

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import Server, launch_server
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.small_pool import BUDGET, ENVIRONMENT, FLAGS, LAYERS, assert_same_answer
 from test.e2e.test_soak import plans, soak
 from test.e2e.test_speculation import PROMPTS, SOURCES, ask

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.processes import run
+from sglang_oasis.testing.processes import run
 from test.e2e.sources import write_untrained_head
 
 pytestmark = pytest.mark.e2e

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.processes import run
-from test.e2e.server import PASSIVE_WAITING, Server
+from sglang_oasis.testing.processes import run
+from sglang_oasis.testing.server import PASSIVE_WAITING, Server
 from test.e2e.small_pool import BUDGET, CONTEXT, LAYERS, text
 
 pytestmark = pytest.mark.e2e

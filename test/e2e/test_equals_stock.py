@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_oasis.config import KNOBS
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import Server, launch_server
-from test.reference.corpus import real_text_tokens
+from sglang_oasis.testing.corpus import real_text_tokens
+from sglang_oasis.testing.server import Server, launch_server
 
 pytestmark = pytest.mark.e2e
 

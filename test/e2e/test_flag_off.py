@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e import processes
+from sglang_oasis.testing import processes
 
 pytestmark = pytest.mark.e2e
 
@@ -84,7 +84,7 @@ def run_forked(folder: Path, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("machine", "platform"), [("cuda", "None"), ("cpu", "sglang_oasis.platform.cpu.OasisCpuPlatform")]
+    ("machine", "platform"), [("cuda", "None"), ("cpu", "sglang_oasis.serving.cpu_platform.cpu.OasisCpuPlatform")]
 )
 def test_without_the_flag_only_the_flags_are_there(machine: str, platform: str) -> None:
     arguments = (

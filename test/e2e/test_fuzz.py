@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from sglang_oasis.reference_model import truncated_model_path
+from sglang_oasis.testing.server import launch_server
 from test.e2e.fuzzing import Call, calls
-from test.e2e.server import launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_baseline
 
 pytestmark = pytest.mark.e2e

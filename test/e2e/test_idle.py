@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from test.e2e.idle import MOST_OF_A_CORE, idle_share, polling_threads, processes
-from test.e2e.server import Server
+from sglang_oasis.testing.idle import MOST_OF_A_CORE, idle_share, polling_threads, processes
+from sglang_oasis.testing.server import Server
 from test.e2e.small_pool import text
 
 pytestmark = pytest.mark.e2e

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.server import Server, launch_server
+from sglang_oasis.testing.server import Server, launch_server
+from sglang_oasis.testing.sparse_reference import PrefilledPrompt, SparseReference
+from sglang_oasis.testing.trace import load_trace
 from test.e2e.small_pool import BUDGET, CHUNK, CONTEXT, LAYERS, PAGE, text
 from test.e2e.sources import write_untrained_head
-from test.reference.sparse_reference import PrefilledPrompt, SparseReference
-from test.reference.trace import load_trace
 
 pytestmark = [
     pytest.mark.e2e,

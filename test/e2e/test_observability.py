@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from test.e2e.server import Server
+from sglang_oasis.testing.server import Server
 from test.e2e.small_pool import BUDGET, MOST_REQUESTS, POOL_TOKENS, text
 
 pytestmark = pytest.mark.e2e

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from sglang_oasis.testing.server import Server
 from test.e2e.in_flight import InFlight
-from test.e2e.server import Server
 from test.e2e.small_pool import (
     CONTEXT,
     LOGPROB_TOLERANCE,

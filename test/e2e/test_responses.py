@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from test.e2e.server import Server
+from sglang_oasis.testing.server import Server
 
 pytestmark = pytest.mark.e2e
 

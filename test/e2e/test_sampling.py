@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_oasis.testing.server import Server
 from test.e2e.sampling_cases import CASES, DISALLOWED, PROMPT, TOKENS, ask
-from test.e2e.server import Server
 from test.e2e.small_pool import LOGPROB_TOLERANCE, assert_baseline, assert_same_answer, finish_type, logprobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

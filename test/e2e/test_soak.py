@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.in_flight import InFlight
-from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import (
     BUDGET,
     ENVIRONMENT,

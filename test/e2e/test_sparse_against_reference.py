@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from transformers import AutoTokenizer
 
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import launch_server
-from test.reference.corpus import real_text_tokens
-from test.reference.selection import membership, selection_is_top_k, top_k
-from test.reference.sparse_reference import Decoded, PrefilledPrompt, SparseReference
-from test.reference.trace import StepSelection, load_trace
+from sglang_oasis.testing.corpus import real_text_tokens
+from sglang_oasis.testing.selection import membership, selection_is_top_k, top_k
+from sglang_oasis.testing.server import launch_server
+from sglang_oasis.testing.sparse_reference import Decoded, PrefilledPrompt, SparseReference
+from sglang_oasis.testing.trace import StepSelection, load_trace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

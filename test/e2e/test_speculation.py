@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.sampling_cases import CASES
 from test.e2e.sampling_cases import ask as ask_case
-from test.e2e.server import Server, launch_server
 from test.e2e.small_pool import (
     BUDGET,
     ENVIRONMENT,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
-from test.e2e.idle import MOST_OF_A_CORE, idle_share, polling_threads
-from test.e2e.server import Server, launch_server
+from sglang_oasis.testing.idle import MOST_OF_A_CORE, idle_share, polling_threads
+from sglang_oasis.testing.server import Server, launch_server
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, assert_same_answer, finish_type, text
 
 pytestmark = pytest.mark.e2e

@@ -18,10 +18,10 @@ import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from sglang_oasis.seams.termination import GRACE_SECONDS
+from sglang_oasis.testing.ports import reserve_port
+from sglang_oasis.testing.processes import Process, start, stop_group, wait_until_gone
+from sglang_oasis.testing.server import PASSIVE_WAITING, Server, server_command, wait_until_ready
 from test.e2e.in_flight import InFlight
-from test.e2e.ports import reserve_port
-from test.e2e.processes import Process, start, stop_group, wait_until_gone
-from test.e2e.server import PASSIVE_WAITING, Server, server_command, wait_until_ready
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS, text
 
 pytestmark = pytest.mark.e2e

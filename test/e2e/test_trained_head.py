@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
-from test.e2e.server import launch_server
-from test.reference.sparse_reference import SparseReference
+from sglang_oasis.testing.server import launch_server
+from sglang_oasis.testing.sparse_reference import SparseReference
 
 pytestmark = pytest.mark.e2e
 

@@ -89,8 +89,8 @@ def parts(device: str, tiny: bool) -> tuple[list[Part], list[Part]]:
         tests("captured step", "test_schedule", modules=("triton",)),
         tests("FlashInfer", "test_flashinfer", modules=("flashinfer",) if device == "cuda" else ()),
     ]
-    bandwidth = ("-m", "benchmark.device_kernels", *mode, "--json", "{json}")
-    step = ("-m", "benchmark.device_step", *mode, "--seconds", "{left}", "--json", "{json}")
+    bandwidth = ("-m", "benchmark.device.kernels", *mode, "--json", "{json}")
+    step = ("-m", "benchmark.device.step", *mode, "--seconds", "{left}", "--json", "{json}")
     alone = [
         Part("bandwidth", bandwidth, seconds=60, least=20, modules=("triton",)),
         Part("decode step", step, seconds=150, least=50, modules=("triton", "psutil")),

@@ -24,7 +24,7 @@ def place(request: pytest.FixtureRequest):
     """Where the kernels run."""
     import torch
 
-    from test.unit.places import place_of
+    from test.cases.places import place_of
 
     device = torch.device(request.config.getoption("--device"))
     if device.type == "cuda" and not torch.cuda.is_available():

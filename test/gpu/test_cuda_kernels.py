@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels against their references: the cases of test/unit/test_cuda_kernels.py, built for the GPU."""
+"""The CUDA C++ kernels against their references: the cases of test/unit/kernels/test_cuda_kernels.py, built for the GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from sglang_oasis.ops.summary import SummaryFormat
-from test.unit.kernel_cases import FORMATS
-from test.unit.places import Place
+from test.cases.kernel_cases import FORMATS
+from test.cases.places import Place
 
 pytest.importorskip("tvm_ffi")
 
-from sglang_oasis.ops import cuda_kernels
-from test.unit.cuda_kernel_cases import (
+from sglang_oasis.kernels.cuda import cuda_kernels
+from test.cases.cuda_kernel_cases import (
     Selection,
     assert_selects_like_reference,
     check_fetch_blocks,
@@ -29,7 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture(scope="module", autouse=True)
 def kernels(place: Place) -> Iterator[None]:
     if place.device.type == "cpu":
-        from test.unit.cuda_emulation import emulated
+        from test.cases.cuda_emulation import emulated
 
         with emulated():
             yield

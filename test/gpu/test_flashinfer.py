@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark.device_decoder import captured
-from sglang_oasis.attention.device_attention import AttentionSetup
-from sglang_oasis.attention.flashinfer_attention import WORKSPACE_BYTES, FlashInferDecode, FlashInferPrefill
-from sglang_oasis.attention.plan import DecodePlan
-from sglang_oasis.attention.slot_tables import SlotTable
+from benchmark.device.decoder import captured
+from sglang_oasis.engine.attention.base import AttentionSetup
+from sglang_oasis.engine.attention.flashinfer import WORKSPACE_BYTES, FlashInferDecode, FlashInferPrefill
+from sglang_oasis.engine.plan import DecodePlan
+from sglang_oasis.engine.slot_tables import SlotTable
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
 from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.ops.summary import SUMMARY_FORMATS
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.staging_plan import PageTable, StagedGroup
+from sglang_oasis.tier.prefill.plan import PageTable, StagedGroup
 from sglang_oasis.tier.window import Windows
-from test.unit.kernel_cases import generator
-from test.unit.places import Place
+from test.cases.kernel_cases import generator
+from test.cases.places import Place
 
 HEADS, GROUP, BLOCK, SELECTED, ROWS = 2, 4, 16, 8, 6
 DTYPE, TOLERANCE = torch.bfloat16, 2e-2

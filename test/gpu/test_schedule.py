@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
+from test.cases.places import Place
 from test.gpu.twins import Sizes, Twins
-from test.unit.places import Place
 
 ATTENTION = pytest.mark.parametrize(
     "attention",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from test.unit.places import Place, kernels_everywhere
-from test.unit.staging_cases import World, prefill_with_shared_pages
+from test.cases.places import Place, kernels_everywhere
+from test.cases.staging_cases import World, prefill_with_shared_pages
 
 
 def test_passes_stage_what_the_host_pool_holds(place: Place, seed: int) -> None:

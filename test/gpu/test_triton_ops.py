@@ -1,13 +1,13 @@
-"""Every Triton kernel against its reference; the cases of test/unit/test_triton_ops.py in shapes that compile once."""
+"""Every Triton kernel against its reference; the cases of test/unit/kernels/test_triton_ops.py in shapes that compile once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_oasis.ops import triton_launches
+from sglang_oasis.kernels.triton import triton_launches
 from sglang_oasis.ops.summary import SummaryFormat
-from test.unit.device_op_checks import (
+from test.cases.device_op_checks import (
     SMALL_TILES,
     check_attend,
     check_fetch_blocks,
@@ -16,9 +16,9 @@ from test.unit.device_op_checks import (
     check_summarise_blocks,
     check_take_tokens,
 )
-from test.unit.device_step_cases import Shape
-from test.unit.kernel_cases import FORMATS
-from test.unit.places import Place
+from test.cases.device_step_cases import Shape
+from test.cases.kernel_cases import FORMATS
+from test.cases.places import Place
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

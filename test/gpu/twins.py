@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.device_decoder import DeviceDecoder, LayerInputs, captured
-from sglang_oasis.attention import flashinfer_attention, triton_attention
-from sglang_oasis.attention.device_attention import AttentionSetup, DeviceAttention
+from benchmark.device.decoder import DeviceDecoder, LayerInputs, captured
 from sglang_oasis.config import LookaheadKVConfig, Speculation
+from sglang_oasis.engine.attention import flashinfer, triton
+from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
-from test.unit.places import CPU, Place, kernels_everywhere
+from test.cases.places import CPU, Place, kernels_everywhere
 
 NEAR_TIE = 2e-4
 """Relative difference below which scores may rank in either order."""
@@ -59,8 +59,8 @@ def attention_on(place: Place, sizes: Sizes, layout: TierLayout, name: str) -> D
     streams = streams_of(place.device)
     setup = AttentionSetup(layout, sizes.heads * sizes.group, layout.dtype, sizes.scale, place.device, streams)
     if name == "flashinfer":
-        return flashinfer_attention.make(setup)
-    return triton_attention.make(setup)
+        return flashinfer.make(setup)
+    return triton.make(setup)
 
 
 class Side:

@@ -12,9 +12,9 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels are what our CPU ops are compared with
 
-from sglang_oasis.ops import cpu as _overrides  # noqa: F401  (importing it puts the kernels in the references' place)
-from sglang_oasis.ops import native
-from test.unit.kernel_cases import ANY_CPU, THREADS
+from sglang_oasis.kernels.cpu import native
+from sglang_oasis.kernels.cpu import overrides as _overrides  # noqa: F401  (importing it puts the kernels in the references' place)
+from test.cases.kernel_cases import ANY_CPU, THREADS
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.selector import find_selector
+from sglang_oasis.lookahead.selectors.bound import find_selector
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port, listen
 from sglang_oasis.seams.preflight import check_device
-from test.e2e.ports import reserve_port
+from sglang_oasis.testing.ports import reserve_port
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_budget_tokens", 0),

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_oasis import cpus
 from sglang_oasis.seams import cpu_topology, launch_environment
-from sglang_oasis.tier import memory
+from sglang_oasis.tier.host_memory import available
 
 
 class Container:
@@ -71,7 +71,7 @@ def test_free_memory_is_what_the_limits_leave_and_the_page_cache_counts_as_free(
     box = Container(tmp_path, "0::/\n", V2)
     statistics = "anon 900\ninactive_file 300\nactive_file 200\nfile 900\nshmem 400\nslab_reclaimable 100"
     box.group("", **limits, memory_current=1800, memory_stat=statistics)
-    assert memory.available_host_bytes(box.proc) == free
+    assert available.available_host_bytes(box.proc) == free
 
 
 def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
     box.group("pod/box", memory_max="max", memory_current=100)
     box.group("pod", memory_max=5000, memory_current=1800)
     box.group("", memory_max=90000, memory_current=50000)
-    assert memory.available_host_bytes(box.proc) == 3200
+    assert available.available_host_bytes(box.proc) == 3200
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_version_1_limits_count_whatever_part_of_the_tree_the_container_sees(
         memory_usage_in_bytes=1800,
         memory_stat="inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 200",
     )
-    assert memory.available_host_bytes(box.proc) == 3700
+    assert available.available_host_bytes(box.proc) == 3700
 
 
 def test_a_group_outside_the_namespace_is_bounded_by_what_is_visible(tmp_path: Path) -> None:
     box = Container(tmp_path, "0::/../neighbour\n", V2)
     box.group("", memory_max=5000, memory_current=1800)
-    assert memory.available_host_bytes(box.proc) == 3200
+    assert available.available_host_bytes(box.proc) == 3200
 
 
 @pytest.mark.parametrize("limit", [None, "max", 9223372036854771712])
@@ -111,8 +111,8 @@ def test_without_a_limit_the_machine_decides(tmp_path: Path, monkeypatch: pytest
     files = {} if limit is None else {"memory_max": limit, "memory_current": 5}
     box = Container(tmp_path, "0::/\n", V2)
     box.group("", **files)
-    assert memory.available_host_bytes(box.proc) == 7000
-    assert memory.available_host_bytes(tmp_path / "no proc") == 7000
+    assert available.available_host_bytes(box.proc) == 7000
+    assert available.available_host_bytes(tmp_path / "no proc") == 7000
 
 
 @pytest.mark.parametrize(

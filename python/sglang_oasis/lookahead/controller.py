@@ -16,8 +16,8 @@ from torch import Tensor
 from sglang_oasis.config import AUTO, FETCH, LAST_QUERY, LookaheadKVConfig
 from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FetchCap, FixedCap
-from sglang_oasis.lookahead.pipeline import PredictionStep, make_pipeline
-from sglang_oasis.lookahead.selector import find_selector, rank_blocks
+from sglang_oasis.lookahead.pipelines.native import PredictionStep, make_pipeline
+from sglang_oasis.lookahead.selectors.bound import find_selector, rank_blocks
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentTier

@@ -15,9 +15,9 @@ from torch import Tensor
 from sglang_oasis.config import FETCH, LAST_QUERY, LookaheadKVConfig
 from sglang_oasis.lookahead.controller import STARTUP_QUERIES
 from sglang_oasis.lookahead.counters import LookaheadCounters
-from sglang_oasis.lookahead.device_pipeline import Batch, DevicePipeline
 from sglang_oasis.lookahead.fetch_cap import FixedCap
-from sglang_oasis.lookahead.selector import BoundSelector, find_selector
+from sglang_oasis.lookahead.pipelines.device import Batch, DevicePipeline
+from sglang_oasis.lookahead.selectors.bound import BoundSelector, find_selector
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries, tabulate
 from sglang_oasis.ops.device_step import score_blocks, summarise_blocks, take_tokens

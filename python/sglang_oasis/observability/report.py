@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sglang_oasis.attention.tier_backend import TierBackend
+    from sglang_oasis.serving.lookahead_backend import TierBackend
 
 
 def start_up_summary(backend: TierBackend) -> str:

@@ -10,7 +10,7 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.planner.hardware import MIB, Gpu
 from sglang_oasis.planner.models import ModelShape
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.staging import PrefillStaging
+from sglang_oasis.tier.prefill.staging import PrefillStaging
 from sglang_oasis.tier.window import Window
 
 MEGABYTE = 10**6

@@ -11,22 +11,22 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_oasis.attention.backend import LookaheadAttentionBackend
-from sglang_oasis.attention.dense import DenseAttentionBackend
-from sglang_oasis.attention.device_backend import DeviceAttentionBackend
-from sglang_oasis.attention.row_observer import RowObserver
-from sglang_oasis.attention.tier_backend import BACKEND_NAME, TierBackend
 from sglang_oasis.config import DENSE_BACKEND_NAME, LookaheadKVConfig
+from sglang_oasis.engine.device import DeviceAttentionBackend
+from sglang_oasis.engine.host import LookaheadAttentionBackend
+from sglang_oasis.engine.trace import SelectionTrace
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.kernels.cpu import native, overrides
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import start_up_summary
-from sglang_oasis.observability.trace import SelectionTrace
-from sglang_oasis.ops import cpu, native
 from sglang_oasis.seams import catalogue
 from sglang_oasis.seams.kv_pool import HostKVPool
 from sglang_oasis.seams.server_args import config_of, enabled
 from sglang_oasis.seams.sizing import layout_of_runner, leftover_device_bytes
+from sglang_oasis.serving.dense_backend import DenseAttentionBackend
+from sglang_oasis.serving.lookahead_backend import BACKEND_NAME, TierBackend
+from sglang_oasis.serving.row_observer import RowObserver
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 
@@ -75,9 +75,9 @@ def _create(runner: Any) -> TierBackend:
 
 def _create_for(runner: Any, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> TierBackend:
     if runner.device == "cuda":
-        from sglang_oasis.ops import cuda
+        from sglang_oasis.kernels.cuda import overrides
 
-        cuda.install()
+        overrides.install()
     elif not DebugEnv.read().device_path:
         return LookaheadAttentionBackend(runner, config, layout, host)
     rows = runner.max_running_requests + 1
@@ -98,7 +98,7 @@ def _create_dense(runner: Any) -> DenseAttentionBackend:
 
 def _load_kernels(runner: Any) -> None:
     head_dim = runner.model_config.head_dim
-    if native.load() is not None and not cpu.serves(head_dim):
+    if native.load() is not None and not overrides.serves(head_dim):
         logger.warning("The CPU kernels do not serve heads of %d, plain torch does the work, much slower.", head_dim)
 
 

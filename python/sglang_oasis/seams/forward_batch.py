@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.attention.tier_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.server_args import enabled
+from sglang_oasis.serving.lookahead_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
 
 
 def _note_requests(result: Any, cls: type, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ from unittest.mock import patch
 
 from torch.distributed import distributed_c10d
 
-from sglang_oasis.platform.detect import cpu_platform_wanted
 from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 
 
 @functools.cache

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.attention.dense import DenseAttentionBackend
-from sglang_oasis.attention.tier_backend import TierBackend
 from sglang_oasis.config import DENSE_BACKEND_NAME
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.serving.dense_backend import DenseAttentionBackend
+from sglang_oasis.serving.lookahead_backend import TierBackend
 
 STATE_KEY = "lookahead_kv"
 

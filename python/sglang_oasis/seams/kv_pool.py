@@ -19,8 +19,8 @@ from torch import Tensor
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.server_args import config_of, dense, enabled
+from sglang_oasis.tier.host_memory.pinned import pinned_allocator
 from sglang_oasis.tier.host_pool import HostPool, pageable
-from sglang_oasis.tier.pinned import pinned_allocator
 
 
 class HostKVPool(MHATokenToKVPool):

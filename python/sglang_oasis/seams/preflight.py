@@ -15,8 +15,9 @@ from typing import Any
 from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL_ALGORITHM, check_block_size
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.selector import BoundSelector, find_selector
-from sglang_oasis.ops import device_step, native
+from sglang_oasis.kernels.cpu import native
+from sglang_oasis.lookahead.selectors.bound import BoundSelector, find_selector
+from sglang_oasis.ops import device_step
 from sglang_oasis.seams import dtypes
 from sglang_oasis.seams.launch_environment import (
     check_model_folder,

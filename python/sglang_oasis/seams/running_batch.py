@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from sglang_oasis.sampling.history import output_tokens, show
-from sglang_oasis.sampling.penalties import recount
-from sglang_oasis.sampling.seeds import seeds_of
-from sglang_oasis.sampling.verification import LooksBack
 from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.serving.sampling.history import output_tokens, show
+from sglang_oasis.serving.sampling.penalties import recount
+from sglang_oasis.serving.sampling.seeds import seeds_of
+from sglang_oasis.serving.sampling.verification import LooksBack
 
 _running: LooksBack | None = None
 

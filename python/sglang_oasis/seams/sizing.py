@@ -19,9 +19,9 @@ from sglang_oasis.seams.dtypes import kv_dtype
 from sglang_oasis.seams.launch_environment import ranks_per_host
 from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
 from sglang_oasis.tier.budget import divide_memory
+from sglang_oasis.tier.host_memory.available import available_host_bytes
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.memory import available_host_bytes
-from sglang_oasis.tier.staging import PrefillStaging
+from sglang_oasis.tier.prefill.staging import PrefillStaging
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
 `speculative/eagle_utils.eagle_sample`, `speculative/cpp_ngram/ngram_corpus.NgramCorpus`, and the modules that
-`platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be imported
+`serving/cpu_platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be imported
 without SGLang's compiled kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
 """
 
@@ -13,16 +13,16 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.attention.drafting import DraftSteps
-from sglang_oasis.attention.tier_backend import BACKEND_NAME
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
-from sglang_oasis.platform import speculative as ops
-from sglang_oasis.platform.detect import cpu_platform_wanted
-from sglang_oasis.sampling.verification import verify as verify_by_sampling
 from sglang_oasis.seams.catalogue import Seam, did_not_take
 from sglang_oasis.seams.running_batch import looks_back
 from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
-from sglang_oasis.speculative.chains import longest_chains
+from sglang_oasis.serving.cpu_platform import speculative as ops
+from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
+from sglang_oasis.serving.drafting import DraftSteps
+from sglang_oasis.serving.lookahead_backend import BACKEND_NAME
+from sglang_oasis.serving.sampling.verification import verify as verify_by_sampling
+from sglang_oasis.serving.speculative.chains import longest_chains
 
 _RECONSTRUCT = "sglang.kernels.ops.speculative.reconstruct_tree"
 _RECONSTRUCT_FUNCTION = "reconstruct_indices_from_tree_mask_func"
@@ -85,12 +85,12 @@ def install() -> None:
     """Register the dual-token algorithm, and put the stand-ins in place that are no hooks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_oasis.speculative.dual import DualAlgorithm, DualWorker
+    from sglang_oasis.serving.speculative.dual import DualAlgorithm, DualWorker
 
     SpeculativeAlgorithm.register(DUAL_ALGORITHM, supports_overlap=True, spec_class=DualAlgorithm)(lambda _: DualWorker)
     if not cpu_platform_wanted():
         return
-    from sglang_oasis.platform.cpu import OasisCpuPlatform
+    from sglang_oasis.serving.cpu_platform.cpu import OasisCpuPlatform
 
     OasisCpuPlatform.drafted_algorithms = (EAGLE3,)
     if _RECONSTRUCT not in sys.modules:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.tier.memory import available_host_bytes
+from sglang_oasis.tier.host_memory.available import available_host_bytes
 
 AUTO_HOST_SHARE = 0.5
 AUTO_CPU_DEVICE_SHARE = 0.25

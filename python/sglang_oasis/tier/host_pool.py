@@ -25,7 +25,7 @@ class HostPool:
     Args:
         num_pages, num_layers, kv_heads, block_size, head_dim, dtype: shape and element type of the pages.
         summary_format: how completed pages are summarised, None for not at all.
-        allocate: where the memory comes from; a CUDA device reads pinned memory (`tier/pinned.py`).
+        allocate: where the memory comes from; a CUDA device reads pinned memory (`tier/host_memory/pinned.py`).
 
     Attributes:
         kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.

@@ -1,0 +1,295 @@
+"""A decoding model in this process: the product's tiers and controller between matmuls of the reference model's sizes.
+
+Weights are random, and so the queries that the selector sees are scripted: each row attends to one of a few topics, of
+which it changes every now and then at once, and to something that drifts. The keys of a context's blocks belong to
+topics. What a benchmark measures here is the cost of a step and how blocks come and go, without SGLang and a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from sglang_oasis.config import AUTO, LookaheadKVConfig
+from sglang_oasis.engine.plan import DecodePlan, host_pages, plan_decode, plan_prefill
+from sglang_oasis.lookahead.audit import Audit
+from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
+from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+BLOCK = 16
+DTYPE = torch.bfloat16
+TOPICS = 8
+TOPIC_BLOCKS = 4
+"""Neighbouring blocks of one topic."""
+TOPIC_STEPS = 40
+"""Steps that a row stays with a topic, on average."""
+TOPIC_STRENGTH = 0.8
+"""Length of the topic's part of a key or query, relative to the part that is random."""
+DRIFT = 0.98
+"""Correlation of the drifting part of a query with that of the step before."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of what it decodes; those of SmolLM2-135M unless given.
+
+    Attributes:
+        layers, kv_heads, group, head_dim, hidden, mlp, vocabulary: of the model; `group` query heads share a KV head.
+        batch: rows that decode.
+        context: tokens of each when decoding begins.
+        budget: selected tokens per KV head and layer.
+    """
+
+    layers: int = 30
+    kv_heads: int = 3
+    group: int = 3
+    head_dim: int = 64
+    hidden: int = 576
+    mlp: int = 1536
+    vocabulary: int = 49152
+    batch: int = 8
+    context: int = 6144
+    budget: int = 1024
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class Model:
+    """Everything of a transformer but its attention, with random weights on a device."""
+
+    def __init__(self, shape: Shape, device: torch.device | None = None) -> None:
+        self._shape, self._device = shape, device
+        queries, keys = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self._qkv = self._weights(shape.hidden, queries + 2 * keys)
+        self._out = self._weights(queries, shape.hidden)
+        self._gate_up = self._weights(shape.hidden, 2 * shape.mlp)
+        self._down = self._weights(shape.mlp, shape.hidden)
+        self._head = self._matrix(shape.hidden, shape.vocabulary)
+
+    def _weights(self, rows: int, columns: int) -> list[Tensor]:
+        return [self._matrix(rows, columns) for _ in range(self._shape.layers)]
+
+    def _matrix(self, rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, device=self._device) * rows**-0.5).to(DTYPE)
+
+    def key_value(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, [n, H, D] each, of `hidden` [n, hidden]; the queries that come with them are not used."""
+        shape = self._shape
+        qkv = _normed(hidden) @ self._qkv[layer]
+        key, value = qkv[:, shape.query_heads * shape.head_dim :].chunk(2, dim=-1)
+        heads = (shape.kv_heads, shape.head_dim)
+        return key.unflatten(-1, heads), value.unflatten(-1, heads)
+
+    def after_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Output projection of `attended` [n, H*G, D] and the MLP: [n, hidden]."""
+        hidden = hidden + attended.flatten(1) @ self._out[layer]
+        gate, up = (_normed(hidden) @ self._gate_up[layer]).chunk(2, dim=-1)
+        return hidden + (silu(gate) * up) @ self._down[layer]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocabulary]."""
+        return _normed(hidden) @ self._head
+
+
+def _normed(hidden: Tensor) -> Tensor:
+    return rms_norm(hidden, hidden.shape[-1:])
+
+
+class Workload:
+    """Contexts in a host pool, and the queries of the steps that follow.
+
+    Args:
+        shape: the sizes.
+        steps: most steps that a row decodes.
+        layout: of the tiers, whose host pool this fills.
+
+    Attributes:
+        host: the pool; its completed pages have summaries.
+        req_to_token: [n + 1, context + steps] int32 KV indices, row 0 is padding.
+        queries: [STARTUP_QUERIES + steps, layers, n, H*G, D], the last ones of the prompt first.
+    """
+
+    def __init__(self, shape: Shape, steps: int, layout: TierLayout) -> None:
+        blocks = -(-(shape.context + steps) // BLOCK)
+        self.host = HostPool(
+            num_pages=(shape.batch + 1) * blocks,
+            num_layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            block_size=BLOCK,
+            head_dim=shape.head_dim,
+            dtype=DTYPE,
+            summary_format=layout.summary_format,
+        )
+        self.req_to_token = torch.arange((shape.batch + 1) * blocks * BLOCK, dtype=torch.int32).view(-1, blocks * BLOCK)
+        directions = topic_directions(shape)
+        self._fill(shape, directions)
+        self.queries = scripted_queries(shape, steps, directions)
+
+    def pages_of(self, row: int, blocks: int) -> Tensor:
+        """[blocks] int64, host pages of a row's first blocks."""
+        return host_pages(self.req_to_token, row, blocks * BLOCK, BLOCK).long()
+
+    def _fill(self, shape: Shape, directions: Tensor) -> None:
+        """Keys of the topics [TOPICS, layers, H, D], random values, and summaries of all pages."""
+        for pages in self.req_to_token[1:, : shape.context].view(shape.batch, -1, BLOCK)[..., 0].long() // BLOCK:
+            topics = block_topics(len(pages))
+            for layer, kv in enumerate(self.host.kv):
+                kv[pages] = topic_pages(shape, topics, directions[:, layer])
+                self.host.summarise(layer, pages)
+
+
+def topic_directions(shape: Shape, device: torch.device | None = None) -> Tensor:
+    """[TOPICS, layers, H, D]: where keys and queries of a topic point."""
+    return torch.randn(TOPICS, shape.layers, shape.kv_heads, shape.head_dim, device=device) * TOPIC_STRENGTH
+
+
+def block_topics(blocks: int) -> Tensor:
+    """[blocks] int64, the topic of each block of a context."""
+    return torch.randint(TOPICS, (-(-blocks // TOPIC_BLOCKS),)).repeat_interleave(TOPIC_BLOCKS)[:blocks]
+
+
+def topic_pages(shape: Shape, topics: Tensor, directions: Tensor) -> Tensor:
+    """K and V [blocks, H, 2, B, D] of a layer: keys of the blocks' topics, random values.
+
+    Args:
+        shape: the sizes.
+        topics: [blocks].
+        directions: [TOPICS, H, D], the layer's.
+    """
+    device = directions.device
+    vectors = torch.randn(len(topics), shape.kv_heads, 2, BLOCK, shape.head_dim, device=device)
+    vectors[:, :, 0] += directions[topics.to(device), :, None]
+    return vectors.to(DTYPE)
+
+
+def scripted_queries(shape: Shape, steps: int, directions: Tensor) -> Tensor:
+    """See `Workload.queries`."""
+    device = directions.device
+    drifting = torch.randn(shape.layers, shape.batch, shape.query_heads, shape.head_dim, device=device)
+    topics = torch.randint(TOPICS, (shape.batch,), device=device)
+    queries = torch.empty((STARTUP_QUERIES + steps, *drifting.shape), dtype=DTYPE, device=device)
+    for query in queries:
+        switches = torch.rand(shape.batch, device=device) < 1 / TOPIC_STEPS
+        topics = torch.where(switches, torch.randint(TOPICS, topics.shape, device=device), topics)
+        drifting = DRIFT * drifting + (1 - DRIFT**2) ** 0.5 * torch.randn(drifting.shape, device=device)
+        towards = directions[topics].transpose(0, 1).repeat_interleave(shape.group, dim=2)
+        query.copy_(drifting + towards)
+    return queries
+
+
+def lay_out(shape: Shape, steps: int, ratio: float | None) -> tuple[LookaheadKVConfig, TierLayout]:
+    """The configuration and the tiers' layout for `steps` steps at a fetch ratio, None for one that adapts."""
+    flags = {"lookahead_kv_budget_tokens": shape.budget, "lookahead_kv_fetch_ratio": AUTO if ratio is None else ratio}
+    config = LookaheadKVConfig.from_flags(flags, BLOCK)
+    layout = TierLayout.of(
+        config,
+        num_layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=DTYPE,
+        context_length=shape.context + steps,
+    )
+    return config, layout
+
+
+class Decoder:
+    """Decodes the workload as the attention backend does.
+
+    Args:
+        shape: the sizes.
+        model: what runs between the attention calls.
+        workload: contexts and queries; decoders that share one take turns.
+        config, layout: of the tiers.
+
+    Attributes:
+        tier, controller: the product's.
+        audit: looks at the steps, None for none; may be changed between steps.
+    """
+
+    def __init__(
+        self, shape: Shape, model: Model, workload: Workload, config: LookaheadKVConfig, layout: TierLayout
+    ) -> None:
+        self._shape, self._model, self._workload = shape, model, workload
+        self.tier = ResidentTier(layout, shape.batch + 1, torch.device("cpu"))
+        self.controller = LookaheadController(config, self.tier, workload.host)
+        self.audit: Audit | None = None
+        self._rows = torch.arange(1, shape.batch + 1)
+        self._generation = self._passes = self._decoded = 0
+
+    @torch.inference_mode()
+    def begin(self) -> None:
+        """New requests with the contexts as their prompts take all rows."""
+        shape, workload = self._shape, self._workload
+        self.controller.pipeline.drain()
+        self._generation += 1
+        self._decoded = 0
+        plan = plan_prefill(
+            self.tier,
+            rows=self._rows.tolist(),
+            generations=[self._generation] * shape.batch,
+            prefixes=[0] * shape.batch,
+            new_tokens=[shape.context] * shape.batch,
+            last_chunks=[True] * shape.batch,
+            req_to_token=workload.req_to_token,
+        )
+        for layer in range(shape.layers):
+            for entry, request in enumerate(plan.requests):
+                startup = workload.queries[:STARTUP_QUERIES, layer, entry]
+                self.controller.build(layer, request.row, request.window, request.pages, startup, shape.scale)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Decode one token of every row."""
+        shape = self._shape
+        plan = self._plan()
+        if self.audit is not None:
+            self.audit.begin(plan.step)
+        written = self._workload.req_to_token[self._rows, shape.context + self._decoded].long()
+        hidden = torch.randn(shape.batch, shape.hidden).to(DTYPE)
+        for layer, query in enumerate(self._workload.queries[STARTUP_QUERIES + self._decoded]):
+            key, value = self._model.key_value(layer, hidden)
+            attended = self._attend(layer, plan, written, query, key, value)
+            hidden = self._model.after_attention(layer, hidden, attended)
+        self._model.logits(hidden)
+        self._decoded += 1
+
+    def _attend(
+        self, layer: int, plan: DecodePlan, written: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        scale, step, resident = self._shape.scale, plan.step, self.tier.layers[layer]
+        self.controller.write_through(layer, written, key, value)
+        if self.audit is not None:
+            self.audit.observe(layer, step, query, scale)
+        self.controller.prepare(layer, step, query, key, value, scale)
+        out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
+        self.controller.look_ahead(layer, step, query, scale)
+        return out
+
+    def _plan(self) -> DecodePlan:
+        self._passes += 1
+        (plan,) = plan_decode(
+            self.tier,
+            number=self._passes,
+            rows=self._rows,
+            generations=torch.full_like(self._rows, self._generation),
+            lengths=torch.full_like(self._rows, self._shape.context + self._decoded + 1),
+            rids=[],
+            req_to_token=self._workload.req_to_token,
+        )
+        return plan
+
+    def close(self) -> None:
+        """End the background threads."""
+        self.controller.close()

@@ -1,1 +1,0 @@
-"""The SGLang attention backend: plans batches and calls the tiers. No policy."""

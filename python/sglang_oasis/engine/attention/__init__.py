@@ -1,0 +1,1 @@
+"""What attends on a device."""

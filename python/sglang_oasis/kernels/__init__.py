@@ -1,0 +1,1 @@
+"""Builds and launches the kernels, and puts them in the place of the ops' references."""

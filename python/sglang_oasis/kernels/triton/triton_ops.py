@@ -1,0 +1,82 @@
+"""The Triton implementations of the ops; importing this module puts them in the place of the references on CUDA.
+
+They decline, and the reference runs, where a head size is not a multiple of 16 or larger than 256. Host tensors that
+they are given must be pinned: the kernels reach them by address. Triton's launcher takes a pinned CPU tensor like a
+CUDA tensor, and refuses another. Under TRITON_INTERPRET=1 the same functions work on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.kernels.triton import triton_launches
+from sglang_oasis.kernels.triton.triton_launches import Launch
+from sglang_oasis.ops import device_step
+from sglang_oasis.ops.device_step import serves
+from sglang_oasis.ops.dispatch import DeviceOp
+from sglang_oasis.ops.smoothing import ESCAPE
+from sglang_oasis.ops.summary import SummaryFormat
+
+
+def _launched(op: DeviceOp[..., None], make: Callable[..., Launch], *, of_heads: bool = True) -> Callable[..., None]:
+    """Register an op that is one launch with the arguments of its face; `of_heads`: the first one ends in D."""
+
+    def run(*arguments: Any) -> None:
+        if of_heads and not serves(arguments[0].shape[-1]):
+            return NotImplemented
+        make(*arguments).run()
+        return None
+
+    return op.register("cuda")(run)
+
+
+take_tokens = _launched(device_step.take_tokens, triton_launches.take_tokens)
+select_admissions = _launched(device_step.select_admissions, triton_launches.select_admissions, of_heads=False)
+fetch_blocks = _launched(device_step.fetch_blocks, triton_launches.fetch_blocks)
+summarise_blocks = _launched(device_step.summarise_blocks, triton_launches.summarise_blocks)
+
+
+@device_step.score_blocks.register("cuda")
+def score_blocks(
+    queries: Tensor,
+    summaries: Tensor,
+    rows: Tensor,
+    candidates: Tensor,
+    fmt: SummaryFormat,
+    scale: float,
+    tightness: float,
+    averages: Tensor | None,
+    decay: float,
+    sinks: int,
+    escape: float = ESCAPE,
+) -> Tensor:
+    if not serves(queries.shape[-1]):
+        return NotImplemented
+    scores = torch.empty((len(rows), *summaries.shape[1:3]), device=queries.device)
+    for launch in triton_launches.score_blocks(
+        queries, summaries, rows, candidates, fmt, scale, tightness, averages, decay, sinks, escape, scores
+    ):
+        launch.run()
+    return scores
+
+
+@device_step.attend.register("cuda")
+def attend(
+    query: Tensor,
+    blocks: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kv_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    max_queries: int,
+) -> Tensor:
+    if not serves(query.shape[-1]):
+        return NotImplemented
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    triton_launches.attend(query, blocks, rows, slots, kv_lengths, query_starts, scale, max_queries, out).run()
+    return out

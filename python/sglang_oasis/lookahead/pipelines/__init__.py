@@ -1,0 +1,1 @@
+"""Predict, select and transfer, beside the forward pass."""

@@ -1,0 +1,1 @@
+"""How blocks are ranked for a query."""

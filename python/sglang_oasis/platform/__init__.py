@@ -1,1 +1,0 @@
-"""The out-of-tree CPU platform."""

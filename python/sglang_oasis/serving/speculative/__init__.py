@@ -1,0 +1,1 @@
+"""Speculative algorithms and the choice of drafts."""

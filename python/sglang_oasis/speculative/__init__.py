@@ -1,1 +1,0 @@
-"""Speculative algorithms of this package."""

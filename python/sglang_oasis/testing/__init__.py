@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: servers, texts, an independent reference, doubles."""

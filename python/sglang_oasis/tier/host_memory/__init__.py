@@ -1,0 +1,1 @@
+"""Memory of the host: what is free, pinned, near a device."""

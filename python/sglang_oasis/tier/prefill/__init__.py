@@ -1,0 +1,1 @@
+"""What prefill passes through on a device."""

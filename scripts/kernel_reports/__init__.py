@@ -1,0 +1,1 @@
+"""What the kernels for GPUs cost, as compilers and counting tell."""
