@@ -26,7 +26,7 @@ from scripts.kernel_reports import traffic
 from scripts.kernel_reports.cuda_report import fetch_traffic, select_traffic
 from scripts.kernel_reports.report_file import report_file
 from scripts.kernel_reports.workload import QWEN3_8B, Workload
-from sglang_oasis.kernels.cuda import cuda_kernels, overrides
+from sglang_oasis.kernels.cuda import native, overrides
 from sglang_oasis.ops import device_step
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
@@ -177,13 +177,13 @@ def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, fl
 
     def fused(layer: Layer) -> None:
         table = layer.table
-        cuda_kernels.fused_select(
+        native.fused_select(
             layer.queries, layer.summaries, fmt, table.rows, table.candidates, layer.maps, layer.averages, scale,
             TIGHTNESS, DECAY, SINKS, table.number, 1, cap, spare, counters, scratch,
         )  # fmt: skip
 
     def fetch_native(layer: Layer) -> None:
-        cuda_kernels.fetch_blocks(
+        native.fetch_blocks(
             layer.blocks, layer.maps, layer.host_kv, layer.req_to_token, layer.table.rows, layer.admissions,
             layer.table.number, 1,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, fl
     yield "select_admissions", "memory", traffic.select_admissions(load).moved, select
     yield "attend", "memory", traffic.attend(load).moved, attend
     yield "fetch_blocks", "link", traffic.fetch_blocks(load).link, fetch
-    if device.type != "cuda" or cuda_kernels.load() is None:
+    if device.type != "cuda" or native.load() is None:
         return
     selecting = select_traffic(
         entries=n, kv_heads=load.heads, query_heads=load.group * load.queries, head_dim=load.head_dim,
@@ -287,7 +287,7 @@ def report(rates: list[Rate | str], ceilings: list[Rate]) -> dict[str, Any]:
         }  # fmt: skip
 
     return {
-        "cpp_kernels": cuda_kernels.kernels() is not None,
+        "cpp_kernels": native.kernels() is not None,
         "ceilings": [entry(rate) for rate in ceilings],
         "kernels": [entry(rate) for rate in rates if isinstance(rate, Rate)],
         "failed": [rate for rate in rates if isinstance(rate, str)],

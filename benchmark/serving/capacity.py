@@ -29,7 +29,7 @@ from sglang_oasis.reference_model import reference_model_path, truncated_model_p
 from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server, launch_server
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 BYTES_PER_ELEMENT = 2  # bfloat16
 PAGE = 16
 

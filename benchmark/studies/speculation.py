@@ -35,7 +35,7 @@ from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server, launch_server
 
 PAGE = 16
-HEAD = Path(__file__).parent.parent / "assets" / "eagle3-smollm2-135m"
+HEAD = Path(__file__).parents[2] / "assets" / "eagle3-smollm2-135m"
 DRAFT_TOKENS = 5
 """Most tokens that a step may write beyond its end."""
 

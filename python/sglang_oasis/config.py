@@ -86,7 +86,6 @@ KNOBS: tuple[Knob, ...] = (
         str,
         "Query that predicts the next step's blocks: of the drafts of --speculative-algorithm, of a token that the "
         "model itself guesses (dual), or the last query. auto = draft where there is one, else last-query.",
-        (AUTO, DRAFT, DUAL, LAST_QUERY),
     ),
     Knob(
         "lookahead_kv_reject_drafts",
@@ -156,7 +155,7 @@ class LookaheadKVConfig:
         sink_tokens: always-resident head inside the budget, in tokens.
         fetch_ratio: fetch cap as a fraction of K, in (0, 1]; None for one that adapts.
         smoothing: weight of the past in the average of a block's scores, in [0, 1); 0 for none.
-        source: lookahead query source, resolved: DRAFT, DUAL or LAST_QUERY.
+        source: name of a registered source of the lookahead query, DRAFT, DUAL or LAST_QUERY among them.
         reject_drafts: drafts are looked at and never accepted.
         miss_policy: DROP, FETCH or AUTO.
         selector: name of a registered selector.

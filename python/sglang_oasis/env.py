@@ -1,4 +1,4 @@
-"""Environment variables for debugging and research; production needs none of them."""
+"""Environment variables: for debugging and research, which production does not need, and between our own processes."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ class DebugEnv:
             integrity_interval=int(interval),
             device_path=os.environ.get("SGLANG_OASIS_DEVICE_PATH", "0") == "1",
         )
+
+
+class FreeAtLaunch:
+    """`SGLANG_OASIS_FREE_HOST_BYTES`: host memory that was free in the launcher, for its data-parallel replicas."""
+
+    _NAME = "SGLANG_OASIS_FREE_HOST_BYTES"
+
+    @classmethod
+    def note(cls, size: int) -> None:
+        os.environ[cls._NAME] = str(size)
+
+    @classmethod
+    def read(cls) -> int | None:
+        noted = os.environ.get(cls._NAME)
+        return None if noted is None else int(noted)

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from scripts.kernel_reports import staging_workload, workload
 from scripts.kernel_reports.report_file import report_file
 from scripts.kernel_reports.workload import WORKLOADS, Workload
-from sglang_oasis.kernels.triton.triton_launches import Launch
+from sglang_oasis.kernels.triton.launches import Launch
 
 ARCHITECTURES = (80, 90, 100)
 ALIGNMENT = 16

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from scripts.kernel_reports.report_file import report_file
 from sglang_oasis.kernels import compiled
-from sglang_oasis.kernels.cuda import cuda_kernels
+from sglang_oasis.kernels.cuda import native
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -73,12 +73,12 @@ def kernel_costs(architecture: str) -> list[KernelCost]:
     Raises:
         RuntimeError: there is no CUDA toolkit, or a kernel does not compile; the message is the compiler's.
     """
-    nvcc = cuda_kernels.cuda_home() / "bin" / "nvcc"
+    nvcc = native.cuda_home() / "bin" / "nvcc"
     costs = []
     for source in sorted(compiled.source_folder("csrc/cuda").glob("*.cu")):
         with tempfile.TemporaryDirectory() as folder:
             target = (f"-arch={architecture}", "-cubin", "-o", f"{folder}/{source.stem}.cubin", str(source))
-            command = [str(nvcc), "-std=c++17", *cuda_kernels.CUDA_CFLAGS, "-Xptxas=-v", *target]
+            command = [str(nvcc), "-std=c++17", *native.CUDA_CFLAGS, "-Xptxas=-v", *target]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{source.name} does not compile for {architecture}: {done.stderr.strip()}")

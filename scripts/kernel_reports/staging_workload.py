@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from scripts.kernel_reports.workload import Workload
-from sglang_oasis.kernels.triton import staging_triton as launches
-from sglang_oasis.kernels.triton.triton_launches import Launch
+from sglang_oasis.kernels.triton import staging as launches
+from sglang_oasis.kernels.triton.launches import Launch
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
 
 NEW_TOKENS = 8192

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from triton import cdiv
 
 from scripts.kernel_reports.workload import QWEN3_8B, Workload
-from sglang_oasis.kernels.triton.triton_launches import RANK_TILE, SCORE_TILE
+from sglang_oasis.kernels.triton.launches import RANK_TILE, SCORE_TILE
 
 INT, LONG, FLOAT = 4, 8, 4
 

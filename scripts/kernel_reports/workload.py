@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_oasis.kernels.triton import triton_launches as launches
+from sglang_oasis.kernels.triton import launches
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat

@@ -13,7 +13,7 @@ import pytest
 import tvm_ffi
 
 from sglang_oasis.kernels import compiled
-from sglang_oasis.kernels.cuda import cuda_kernels
+from sglang_oasis.kernels.cuda import native
 
 ON_CPU = Path(__file__).resolve().parents[1] / "cuda_on_cpu"
 
@@ -33,5 +33,5 @@ def load() -> Any:
 def emulated() -> Iterator[Any]:
     """The faces call the kernels for the CPU; yields their module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_kernels, "_module", load())
-        yield cuda_kernels.kernels()
+        patch.setattr(native, "_module", load())
+        yield native.kernels()

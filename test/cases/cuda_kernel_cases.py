@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sglang_oasis.kernels.cuda import cuda_kernels
+from sglang_oasis.kernels.cuda import native
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import ESCAPE, UNKNOWN, smooth_scores
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise
@@ -56,7 +56,7 @@ class Selection:
         counted = put(torch.zeros(2, dtype=torch.int64) if counters is None else counters)
         maps = self.place.put_all(self.maps)
         averages = None if self.averages is None else put(self.averages)
-        cuda_kernels.fused_select(
+        native.fused_select(
             put(self.queries),
             put(self.summaries),
             self.fmt,
@@ -276,7 +276,7 @@ def check_fetch_blocks(
     admit_blocks.reference(expected, expected_maps, host_kv, pages[rows].int(), rows, admissions, 2 * NUMBER + 1)
     number = torch.tensor([NUMBER], dtype=torch.int32)
     resident, maps = place.put(resident), place.put_all(maps)
-    cuda_kernels.fetch_blocks(
+    native.fetch_blocks(
         resident, maps, place.pin(host_kv), place.put(tokens.flatten(1).int()), place.put(rows),
         (place.put(blocks), place.put(slots)), place.put(number), 1, thread_blocks=thread_blocks,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_oasis.kernels.triton import triton_ops
+from sglang_oasis.kernels.triton import overrides
 from sglang_oasis.ops import device_step
 from sglang_oasis.ops.device_step import DeviceAdmissions
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
@@ -23,7 +23,7 @@ from test.cases.kernel_cases import generator, occupied_maps
 from test.cases.places import CPU, Place
 
 SMALL_TILES = {"SCORE_TILE": 16, "RANK_TILE": 32, "TILES_AT_ONCE": 2, "COPY_TILE": 512}
-"""Of `triton_launches`, so that small cases have several of them."""
+"""Of `launches`, so that small cases have several of them."""
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -47,7 +47,7 @@ def check_take_tokens(
     device_step.take_tokens.reference(*expected, table, indices, keys, values, first, fmt)
     layer = layer.on(place)
     table, indices, keys, values = place.put_all(table), place.put(indices), place.put(keys), place.put(values)
-    triton_ops.take_tokens(*layer, table, indices, keys, values, first, fmt)
+    overrides.take_tokens(*layer, table, indices, keys, values, first, fmt)
     assert_same_bits(layer.memory(), expected.memory())
 
 
@@ -86,7 +86,7 @@ def check_score_blocks(
     )
     queries, summaries, rows, candidates = map(place.put, (queries, layer.summaries, rows, candidates))
     averages = None if averages is None else place.put(averages)
-    got = triton_ops.score_blocks(queries, summaries, rows, candidates, *settings_of_both, averages, 0.8, sinks)
+    got = overrides.score_blocks(queries, summaries, rows, candidates, *settings_of_both, averages, 0.8, sinks)
     torch.testing.assert_close(got.cpu(), expected, rtol=2e-4, atol=1e-6)
     if averages is not None:
         torch.testing.assert_close(averages.cpu(), expected_averages, rtol=2e-4, atol=1e-6, equal_nan=True)
@@ -109,7 +109,7 @@ def check_select_admissions(
     ranking.masked_fill_(torch.arange(logical) >= counts[:, None, None], float("-inf"))
     predicted = ranking.topk(selected, dim=-1).indices
     results = []
-    for op, where in ((device_step.select_admissions.reference, CPU), (triton_ops.select_admissions, place)):
+    for op, where in ((device_step.select_admissions.reference, CPU), (overrides.select_admissions, place)):
         held = where.put_all(maps)
         admissions = where.put_all(empty_admissions(len(rows), heads, most))
         counters, number, limit = where.put(torch.tensor([5, 7])), *where.put(torch.tensor([[9], [cap]]).int())
@@ -145,7 +145,7 @@ def check_fetch_blocks(
                 page = int(layer.req_to_token[row, block * shape.block_size]) // shape.block_size
                 layer.host_kv[page, head] = pages[page, head]
     memories, number = [], torch.tensor([21], dtype=torch.int32)
-    for op, where in ((device_step.fetch_blocks.reference, CPU), (triton_ops.fetch_blocks, place)):
+    for op, where in ((device_step.fetch_blocks.reference, CPU), (overrides.fetch_blocks, place)):
         tiers = layer.on(where)
         op(
             tiers.blocks, tiers.maps, tiers.host_kv, tiers.req_to_token, where.put(rows), where.put_all(admissions),
@@ -186,7 +186,7 @@ def check_attend(
     query = torch.randn((int(starts[-1]), heads * group + 1, dim), generator=rng).to(dtype)[:, 1:]
     arguments = (query, whole, rows, slots.int(), lengths.int(), starts, dim**-0.5)
     expected = device_step.attend.reference(*arguments, 4)
-    got = triton_ops.attend(*(place.put(x) if isinstance(x, torch.Tensor) else x for x in arguments), 4)
+    got = overrides.attend(*(place.put(x) if isinstance(x, torch.Tensor) else x for x in arguments), 4)
     assert got.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(got.cpu(), expected, rtol=tolerance, atol=tolerance)
@@ -205,5 +205,5 @@ def check_summarise_blocks(
     expected = got.clone()
     device_step.summarise_blocks.reference(kv, sources, expected, targets, fmt)
     kv, sources, got, targets = map(place.put, (kv, sources, got, targets))
-    triton_ops.summarise_blocks(kv, sources, got, targets, fmt)
+    overrides.summarise_blocks(kv, sources, got, targets, fmt)
     assert torch.equal(got.cpu(), expected)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from sglang_oasis.kernels.cuda import cuda_kernels, overrides
+from sglang_oasis.kernels.cuda import native, overrides
 from sglang_oasis.ops import device_step, prediction, staging, tokens
 from sglang_oasis.ops.dispatch import DeviceOp
 
-_MODULES = (cuda, device_step, prediction, staging, tokens)
+_MODULES = (overrides, device_step, prediction, staging, tokens)
 OPS = list({id(op): op for module in _MODULES for op in vars(module).values() if isinstance(op, DeviceOp)}.values())
 
 
@@ -21,7 +21,7 @@ def cuda_ops_on(device_type: str, kernels: Any = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for op in OPS:
             stack.enter_context(mock.patch.dict(op._by_device))
-        stack.enter_context(mock.patch.multiple(cuda_kernels, _module=kernels, _attempted=True))
+        stack.enter_context(mock.patch.multiple(native, _module=kernels, _attempted=True))
         overrides.install()
         for op in OPS:
             if "cuda" in op._by_device:

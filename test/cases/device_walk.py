@@ -23,7 +23,7 @@ from sglang_oasis.config import LookaheadKVConfig, Speculation
 from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 from sglang_oasis.engine.attention.flashinfer import FlashInferDecode, FlashInferPrefill
 from sglang_oasis.engine.device import DeviceAttentionBackend
-from sglang_oasis.kernels.triton.triton_launches import Launch
+from sglang_oasis.kernels.triton.launches import Launch
 from sglang_oasis.serving.lookahead_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout

@@ -13,7 +13,7 @@ from test.cases.places import Place
 
 pytest.importorskip("tvm_ffi")
 
-from sglang_oasis.kernels.cuda import cuda_kernels
+from sglang_oasis.kernels.cuda import native
 from test.cases.cuda_kernel_cases import (
     Selection,
     assert_selects_like_reference,
@@ -35,12 +35,12 @@ def kernels(place: Place) -> Iterator[None]:
             yield
         return
     try:
-        cuda_kernels.build()
+        native.build()
     except RuntimeError as error:
         if "there is no CUDA toolkit" not in str(error):
             raise
         pytest.skip(str(error))
-    assert cuda_kernels.load() is not None
+    assert native.load() is not None
     yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_oasis.kernels.triton import triton_launches
+from sglang_oasis.kernels.triton import launches
 from sglang_oasis.ops.summary import SummaryFormat
 from test.cases.device_op_checks import (
     SMALL_TILES,
@@ -37,7 +37,7 @@ SHAPES = pytest.mark.parametrize(
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "small tiles":
         for name, size in SMALL_TILES.items():
-            monkeypatch.setattr(triton_launches, name, size)
+            monkeypatch.setattr(launches, name, size)
     elif request.config.getoption("--tiny"):
         pytest.skip("a rehearsal has small tiles only")
 

@@ -1,1 +1,1 @@
-"""A forward pass over the tiers, without SGLang: one contract, an engine driven by the host, one that a device drives itself."""
+"""A forward pass over the tiers, without SGLang: one contract, driven by the host or by the device itself."""

@@ -1,277 +1,279 @@
-"""SGLang attention backend `lookahead_kv` on a CUDA device: the device drives itself, also inside of a captured graph.
+"""The engine of a device that drives itself, also inside of a captured graph. Not run on a GPU yet.
 
-Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (the out-of-graph and in-graph halves of the metadata,
-SharedReadEnds), `model_executor/runner/decode_cuda_graph_runner.py` (what a replay's view of the batch holds),
-`model_executor/forward_batch_info.py`. Not run on a GPU yet. A decode step is the same eagerly and captured:
+A decode step is the same eagerly and captured:
 
-    out of graph | `load` tables from the host's lengths, plan attention
-    in graph     | start what the last step left over; per layer: take tokens, attend, look ahead; join the side streams
+    before the graph | `begin_decode`: tables from the host's lengths, attention's plan, rows without a resident set
+    in the graph     | `start`: what the last step left over; per layer: take tokens, attend, look ahead; `end`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
-from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from sglang_oasis.config import FETCH, LookaheadKVConfig
-from sglang_oasis.engine.attention.base import AttentionSetup
+from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 from sglang_oasis.engine.attention.choice import choose_attention
-from sglang_oasis.engine.plan import DecodePlan, PrefillRow, claim_rows, plan_decode
+from sglang_oasis.engine.base import (
+    DecodeBatch,
+    DecodeForward,
+    Engine,
+    EngineSetup,
+    PrefillBatch,
+    PrefillForward,
+    Snapshot,
+)
+from sglang_oasis.engine.plan import DecodePlan, claim_rows
 from sglang_oasis.engine.slot_tables import SlotTable
-from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.counters import LookaheadCounters
-from sglang_oasis.lookahead.device_controller import DeviceController
-from sglang_oasis.lookahead.pipelines.device import URGENT, Batch
-from sglang_oasis.ops.device_step import summarise_blocks
+from sglang_oasis.lookahead.fetch_cap import FixedCap
+from sglang_oasis.lookahead.pipelines.device import Batch, DevicePipeline
+from sglang_oasis.lookahead.policy import URGENT
+from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
+from sglang_oasis.lookahead.startup import STARTUP_QUERIES, build_row
+from sglang_oasis.lookahead.step_table import DeviceTables, first_entries, tabulate
+from sglang_oasis.ops.device_step import score_blocks, summarise_blocks, take_tokens
 from sglang_oasis.ops.streams import Streams, streams_of
-from sglang_oasis.serving.batch import committed_tokens, decoded_tokens
-from sglang_oasis.serving.layers import attention_layers, layer_inputs
-from sglang_oasis.serving.lookahead_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE, TierBackend
-from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.prefill.page_cache import PageCache
 from sglang_oasis.tier.prefill.plan import PrefillPass
 from sglang_oasis.tier.prefill.staging import PrefillStaging
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang_oasis.tier.window import Window
 
 
-class DeviceAttentionBackend(TierBackend):
-    """Attention over two tiers, driven by the device.
+@dataclass(frozen=True)
+class DeviceSetup:
+    """What a device's engine needs besides.
 
-    Args:
-        runner, config, layout, host: as in `TierBackend`; the host pool is pinned.
+    Attributes:
+        device: the device.
+        query_heads: query heads of this rank.
+        query_dtype: their dtype.
         cache_bytes: device memory that the page cache may use.
         streams: of the device, None for its own.
+        attention: what attends, None for the fastest that is there.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: LookaheadKVConfig,
-        layout: TierLayout,
-        host: HostPool,
-        cache_bytes: int,
-        streams: Streams | None = None,
-    ) -> None:
-        super().__init__(runner, config, layout, host)
-        device = self.tier.device
-        streams = self._streams = streams_of(device) if streams is None else streams
-        layers = attention_layers(runner.model)
-        scale, query_heads = layers[0].scaling, layers[0].tp_q_head_num
-        if any(module.scaling != scale for module in layers):
-            raise LookaheadKVError(
-                "--enable-lookahead-kv cannot serve this model on a CUDA device: its attention layers differ in their "
-                "softmax scale; start it without the flag."
-            )
-        self._scale = scale
-        self._max_rows = self.req_to_token_pool.size + 1
-        self.controller = DeviceController(
-            config, self.tier, host, self.req_to_token_pool.req_to_token, scale=scale, max_rows=self._max_rows,
-            query_heads=query_heads, query_dtype=runner.dtype, streams=streams,
+    device: torch.device
+    query_heads: int
+    query_dtype: torch.dtype
+    cache_bytes: int = 0
+    streams: Streams | None = None
+    attention: DeviceAttention | None = None
+
+
+class DeviceEngine(Engine):
+    """Serves from a resident tier on a device.
+
+    Args:
+        setup: what to serve, of what a device can do: a fixed fetch ratio, no audit, a bound as the selector, one
+            softmax scale. The host pool is in memory that the device reaches by address.
+        device: the device.
+
+    Attributes:
+        staging: what prefill passes through.
+        pipeline: predicts and fetches on streams beside the forward pass.
+        cap: most blocks fetched ahead.
+        tables: of each pass of a step, on the device.
+    """
+
+    captured = True
+
+    def __init__(self, setup: EngineSetup, device: DeviceSetup) -> None:
+        super().__init__(setup, device.device)
+        config, layout = setup.config, setup.layout
+        selector = SELECTORS.find(config.selector)
+        assert isinstance(selector, BoundSelector), "checked before the server starts"
+        assert config.fetch_ratio is not None, "checked before the server starts"
+        self._streams = streams = streams_of(device.device) if device.streams is None else device.streams
+        self._selector = selector
+        (self._scale,) = set(setup.scales)
+        self.cap = FixedCap(config.fetch_ratio)
+        self.max_entries = len(setup.req_to_token)
+        passes = 1 + config.draft_tokens if self._fetches else 1
+        self.tables = [DeviceTables(self.max_entries, device.device) for _ in range(passes)]
+        self._left_over: Batch | None = None
+        self._lookahead_queries = functools.cache(lambda m: self._source(torch.empty(1, m, 0, 0)).shape[1])
+        self.pipeline = DevicePipeline(
+            self.tier, setup.host, setup.req_to_token, selector, config.smoothing,
+            scale=self._scale, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self.tables[0],
+            max_rows=self.max_entries, max_queries=max(1, config.draft_tokens), query_heads=device.query_heads,
+            query_dtype=device.query_dtype, streams=streams,
         )  # fmt: skip
-        self.staging: PrefillStaging = PrefillStaging(
-            layout, host.kv, max_pages=layout.max_blocks,
-            cache_places=PageCache.places_in(layout, cache_bytes), device=device, streams=streams,
+        self.staging = PrefillStaging(
+            layout, setup.host.kv, max_pages=layout.max_blocks,
+            cache_places=PageCache.places_in(layout, device.cache_bytes), device=device.device, streams=streams,
         )  # fmt: skip
-        self._attention = choose_attention(AttentionSetup(layout, query_heads, runner.dtype, scale, device, streams))
+        self._attention = device.attention or choose_attention(
+            AttentionSetup(layout, device.query_heads, device.query_dtype, self._scale, device.device, streams)
+        )
         kinds = sorted(set(layout.selected_blocks))
-        self._tables = [
-            {selected: SlotTable(layout, selected, tables.current.rows) for selected in kinds}
-            for tables in self.controller.tables
+        self._slots = [
+            {selected: SlotTable(layout, selected, tables.current.rows) for selected in kinds} for tables in self.tables
         ]
-        self._is_dummy = False
-        self._batch: Batch | None = None
-        self._plans: Sequence[DecodePlan] = ()
-        self._prefill: Sequence[PrefillRow] = ()
+
+    # --- prefill ---
+
+    def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
+        self._drain()
+        rows = claim_rows(self.tier, batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks)
+        device_rows = torch.tensor(batch.rows).to(self.tier.device) if batch.device_rows is None else batch.device_rows
+        staged = PrefillPass(device_rows, batch.prefixes, batch.new_tokens, batch.indices, self._req_to_token)
+        self._attention.prefill.plan(self.staging.begin(staged))
+        return PrefillForward(rows)
+
+    def prefill_layer(
+        self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+    ) -> Tensor:
+        fmt = self.layout.summary_format
+        out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
+        for group, kv in self.staging.layer(layer, key, value):
+            summarise_blocks(kv, group.completed_places, self.host.summaries[layer], group.completed_pages, fmt)
+            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
+            for each, first_place in zip(forward.rows[group.requests], group.starts, strict=False):
+                if each.builds:
+                    self._build(layer, each.row, each.window, kv, first_place, query[each.tokens][-STARTUP_QUERIES:])
+        return out
+
+    def _build(self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor) -> None:
+        """Build a row's first resident set from its last queries [Q, H*G, D]; nothing waits for the device.
+
+        Block j of the row is page `first_place + j` of `kv` [X, H, 2, B, D], on the device.
+        """
+        resident, layout, device = self.tier.layers[layer], self.layout, self.tier.device
+        places = first_place + torch.arange(window.open_block + 1, device=device)
+        complete = window.complete_blocks
+        records = resident.summaries.new_empty((complete, layout.kv_heads, layout.summary_bytes))
+        summarise_blocks(kv, places[:complete], records, places[:complete] - first_place, layout.summary_format)
+        resident.summaries[row, :, :complete] = records.transpose(0, 1)
+
+        def rank(candidates: int) -> Tensor:
+            among = torch.full((1,), candidates, dtype=torch.int32, device=device)
+            whose = torch.full((1,), row, dtype=torch.int64, device=device)
+            return score_blocks(
+                queries[None], resident.summaries, whose, among, layout.summary_format, self._scale,
+                self._selector.tightness, None, 0.0, layout.sink_blocks,
+            )[0]  # fmt: skip
+
+        self.counters.blocks_built += build_row(resident, layout, row, window, kv, places, rank)
+
+    def _build_cold(self, row: int, window: Window) -> None:
+        """Build a row that reached decode without a resident set, for want of a query without one."""
+        pages = self.pages_of(row, window.open_block + 1)
+        complete = pages[: window.complete_blocks]
+        for layer, resident in enumerate(self.tier.layers):
+            records = self.host.summaries[layer][complete].transpose(0, 1)
+            resident.summaries[row, :, : len(complete)] = records.to(self.tier.device)
+            kv = self.host.kv[layer]
+            self.counters.blocks_built += build_row(resident, self.layout, row, window, kv, pages, None)
+
+    # --- decode ---
+
+    def begin_decode(self, batch: DecodeBatch) -> DecodeForward:
+        self.staging.join()
+        return super().begin_decode(batch)
+
+    def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
+        if cold := forward.plans[0].cold:
+            self.settle()
+            for each in cold:
+                self._build_cold(each.row, each.window)
+        rows = batch.rows if batch.device_rows is None else batch.device_rows
+        self._load_tables(rows, forward)
+        for plan, slots in self._planned(forward):
+            slots.load(plan)
+            self._attention.decode.plan(slots, forward.entries, plan.step.tokens)
+
+    def _load_tables(self, rows: Tensor, forward: DecodeForward) -> None:
+        """Send a step to the device; `rows` [n] int64 are those of the entries that are no padding."""
+        shape, steps = self._shape(forward), [plan.step for plan in forward.plans]
+        if self._left_over not in (None, shape):
+            self._drain()
+        if self._fetches:
+            for table, step in zip(self.tables, steps, strict=False):
+                table.load(rows, tabulate(step, self.layout, fetches=True), step.number)
+            return
+        (table,), (step,) = self.tables, steps
+        table.advance()
+        if self._left_over is None:
+            table.forget_previous()
+        table.load(rows, tabulate(step, self.layout, fetches=False), step.number)
+        self._left_over = shape
+
+    def start(self, forward: DecodeForward, indices: Tensor) -> None:
+        self.staging.cache.forget(indices)
+        if not self._fetches:
+            self.pipeline.begin_step(self._shape(forward))
+        for plan, slots in self._planned(forward):
+            self._attention.decode.refresh(slots, forward.entries, plan.step.tokens)
+
+    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
+        self.pipeline.wait(layer)
+
+    def _prepare(
+        self,
+        forward: DecodeForward,
+        number: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor,
+    ) -> None:
+        resident, table = self.tier.layers[layer], first_entries(self.tables[number].current, forward.entries)
+        take_tokens(
+            resident.blocks, resident.maps, resident.summaries, self.host.kv[layer], self.host.summaries[layer],
+            self._req_to_token, table, indices.contiguous(), key, value, 0, self.layout.summary_format,
+        )  # fmt: skip
+        if self._fetches and layer in self._sparse:
+            self.pipeline.fetch_now(layer, table, query.unflatten(0, (forward.entries, -1)))
+
+    def _attend(self, forward: DecodeForward, number: int, layer: int, query: Tensor) -> Tensor:
+        resident = self.tier.layers[layer]
+        slots = self._slots[number][resident.selected]
+        return self._attention.decode.run(query, resident.blocks, slots, forward.entries)
+
+    def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
+        if not self._fetches and layer in self._sparse:
+            queries = self._source(query.unflatten(0, (forward.entries, -1)))
+            self.pipeline.submit(layer, self._shape(forward), queries)
+
+    def end(self) -> None:
+        self.pipeline.end_step()
+
+    # --- what others ask ---
 
     def settle(self) -> None:
-        """Both tiers are up to date, and the host may look into them."""
-        self.controller.drain()
+        self._drain()
         self._streams.synchronize(self._streams.record())
 
-    def counters(self) -> LookaheadCounters:
+    def close(self) -> None:
+        """There are no threads."""
+
+    def snapshot(self) -> Snapshot:
         """Waits for the device."""
-        urgent = int(self.controller.pipeline.counters[URGENT, 0])
-        return replace(self.controller.counters, blocks_urgent=urgent)
+        urgent = int(self.pipeline.counters[URGENT, 0])
+        return self._snapshot(
+            replace(self.counters, blocks_urgent=urgent),
+            self.pipeline.statistics(),
+            self.cap.blocks(min(self.layout.selected_blocks)),
+            staging_bytes=self.staging.nbytes,
+            cached_tokens=len(self.staging.cache.tags) * self.layout.block_size,
+            recall=None,
+        )
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if max_bs > self._max_rows:
-            raise RuntimeError(f"A graph of {max_bs} requests was asked for, and there are {self._max_rows} rows.")
+    def _shape(self, forward: DecodeForward) -> Batch:
+        return Batch(forward.entries, self._lookahead_queries(forward.tokens))
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1
-
-    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Kernels of all layers look up pages in SGLang's table of KV indices.
-
-        So do the tasks that a step leaves to the next. They need no fence: what a live row has in the table stays, and
-        what is fetched for a row that is gone is not read before the row is built again.
-        """
-        if fm.is_decode() or fm.is_target_verify():
-            return SharedReadEnds.POST_REPLAY
-        return SharedReadEnds.UNKNOWN
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        self._batch, self._prefill = None, ()
-        self._is_dummy = in_capture or _is_dummy(forward_batch)
-        if forward_batch.forward_mode.is_idle():
-            return
-        if (tokens := decoded_tokens(forward_batch)) is None:
-            if not self._is_dummy:
-                self._plan_prefill(forward_batch)
-            return
-        entries = forward_batch.batch_size
-        self._batch = self.controller.batch(entries, tokens)
-        rows = [] if self._is_dummy else getattr(self._runner, ROWS_ATTRIBUTE)
-        lengths = committed_tokens(forward_batch, tokens)[: len(rows)]
-        self._plans = self._plan_decode(rows, lengths, tokens, getattr(forward_batch, "rids", None) or ())
-        steps = [plan.step for plan in self._plans]
-        self.controller.load(forward_batch.req_pool_indices[: len(rows)], steps, self._batch)
-        for plan, table in self._planned_tables():
-            table.load(plan)
-            self._attention.decode.plan(table, entries, plan.step.tokens)
-        if not self._is_dummy:
-            self._publish_when_due()
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self._batch is None:
-            return
-        self.staging.cache.forget(forward_batch.out_cache_loc)
-        self.controller.begin_step(self._batch)
-        for plan, table in self._planned_tables():
-            self._attention.decode.refresh(table, self._batch.rows, plan.step.tokens)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
-        batch = self._batch
-        assert batch is not None
-        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index, controller = layer.layer_id - self.token_to_kv_pool.start_layer, self.controller
-        resident, passes = self.tier.layers[index], len(self._plans)
-        indices = forward_batch.out_cache_loc.view(batch.rows, -1)
-        outs = []
-        for number, (plan, tables) in enumerate(zip(self._plans, self._tables, strict=False)):
-            taken = slice(number, None, passes)  # a row's tokens are neighbours
-            written = indices[:, taken].contiguous().flatten()
-            controller.take_tokens(index, number, batch, written, key[taken], value[taken])
-            controller.fetch_misses(index, number, batch, query[taken])
-            if self.trace is not None:  # looks into the tiers: not in a graph
-                self.trace.record(index, plan, self.tier)
-            table = tables[resident.selected]
-            outs.append(self._attention.decode.run(query[taken], resident.blocks, table, batch.rows))
-        controller.look_ahead(index, batch, query)
-        if index == self.tier.layout.num_layers - 1:
-            controller.end_step()
-        out = outs[0] if passes == 1 else torch.stack(outs, dim=1)
-        return out.view(q.shape)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        if self._batch is not None:
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self.token_to_kv_pool.start_layer
-        fmt = self.tier.layout.summary_format
-        out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
-        if self._is_dummy:
-            return out.view(q.shape)
-        for group, kv in self.staging.layer(index, key, value):
-            summarise_blocks(kv, group.completed_places, self.host.summaries[index], group.completed_pages, fmt)
-            out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
-            for each, first_place in zip(self._prefill[group.requests], group.starts, strict=False):
-                if each.builds:
-                    self.controller.build(index, each.row, each.window, kv, first_place, query[each.tokens])
-        return out.view(q.shape)
-
-    def _inputs(self, layer: RadixAttention, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As `layer_inputs`; the softmax scale is the one that the kernels were made with."""
-        if layer.scaling != self._scale:
-            raise NotImplementedError(
-                f"sglang-oasis cannot serve attention layer {layer.layer_id}, whose softmax scale changed from "
-                f"{self._scale} to {layer.scaling} after the start."
-            )
-        return layer_inputs(layer, *inputs)
-
-    def _planned_tables(self) -> Iterator[tuple[DecodePlan, SlotTable]]:
+    def _planned(self, forward: DecodeForward) -> Iterator[tuple[DecodePlan, SlotTable]]:
         """Every table of every pass of the step at hand."""
-        for plan, tables in zip(self._plans, self._tables, strict=False):
-            for table in tables.values():
+        for plan, slots in zip(forward.plans, self._slots, strict=False):
+            for table in slots.values():
                 yield plan, table
 
-    def _plan_decode(self, rows: Sequence[int], lengths: Tensor, tokens: int, rids: Sequence[str]) -> list[DecodePlan]:
-        self.staging.join()
-        if not self._is_dummy:
-            self.count_step()
-        plans = plan_decode(
-            self.tier,
-            number=self._passes_begun + 1,
-            rows=torch.tensor(rows, dtype=torch.int64),
-            generations=torch.as_tensor(self.req_to_token_pool.req_generation[rows]),
-            lengths=lengths,
-            rids=rids,
-            req_to_token=None,
-            tokens=tokens,
-            singly=tokens > 1 and self.config.miss_policy == FETCH,
-        )
-        self._passes_begun += len(plans)
-        if plans[0].cold:
-            self.settle()
-        for cold in plans[0].cold:
-            pages = self._pages_of(cold.row, cold.window.open_block + 1)
-            self.controller.build_cold(cold.row, cold.window, pages)
-        return plans
-
-    def _plan_prefill(self, forward_batch: ForwardBatch) -> None:
-        self.controller.drain()
-        rows = getattr(self._runner, ROWS_ATTRIBUTE)
-        prefixes, new_tokens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        self._prefill = claim_rows(
-            self.tier,
-            rows=rows,
-            generations=self.req_to_token_pool.req_generation[rows].tolist(),
-            prefixes=prefixes,
-            new_tokens=new_tokens,
-            last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
-        )
-        batch = PrefillPass(
-            forward_batch.req_pool_indices,
-            prefixes,
-            new_tokens,
-            forward_batch.out_cache_loc,
-            self.req_to_token_pool.req_to_token,
-        )
-        self._attention.prefill.plan(self.staging.begin(batch))
-
-
-def _is_dummy(forward_batch: Any) -> bool:
-    """Whether SGLang made the batch up, to warm up or to capture: it has no request ids.
-
-    Nor have views of a batch for replay, which have `num_padding`.
-    """
-    return getattr(forward_batch, "rids", None) is None and not hasattr(forward_batch, "num_padding")
+    def _drain(self) -> None:
+        """Do now what the last step has left for the next one; the current stream waits for it."""
+        if self._left_over is not None:
+            self.pipeline.drain(self._left_over)
+            self._left_over = None

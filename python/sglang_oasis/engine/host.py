@@ -1,198 +1,237 @@
-"""SGLang attention backend `lookahead_kv`: dense exact prefill on the host pool, sparse decode on the resident tier.
-
-Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `layers/radix_attention.py`
-(RadixAttention), `mem_cache/memory_pool.py` (ReqToTokenPool.attach_aux_cache, req_generation). When upstream changes
-the forward modes or the aux-cache protocol, this file and `row_observer.py` are what to revisit.
-"""
+"""The engine that the host drives: on a CPU, with a pipeline in background threads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from sglang_oasis.config import FETCH, LookaheadKVConfig
-from sglang_oasis.engine.plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+from sglang_oasis.config import AUTO
+from sglang_oasis.engine.base import DecodeBatch, DecodeForward, Engine, EngineSetup, PrefillBatch, Snapshot
+from sglang_oasis.engine.base import PrefillForward as BaseForward
+from sglang_oasis.engine.plan import Sequences, claim_rows, plan_host
 from sglang_oasis.lookahead.audit import Audit
-from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
+from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FetchCap, FixedCap
+from sglang_oasis.lookahead.pipelines.base import PredictionStep
+from sglang_oasis.lookahead.pipelines.choice import make_pipeline
+from sglang_oasis.lookahead.policy import AHEAD, URGENT, ahead_candidates, mark, urgent_candidates
+from sglang_oasis.lookahead.selectors import SELECTORS, rank_blocks
+from sglang_oasis.lookahead.startup import STARTUP_QUERIES, build_row
+from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.ops.attention import paged_attention
-from sglang_oasis.serving.batch import committed_tokens, decoded_tokens, host_lengths
-from sglang_oasis.serving.layers import layer_inputs
-from sglang_oasis.serving.lookahead_backend import LAST_CHUNKS_ATTRIBUTE, TierBackend
-from sglang_oasis.serving.row_observer import RowObserver
-from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.layout import TierLayout
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang_oasis.tier.window import Window
 
 
-class LookaheadAttentionBackend(TierBackend):
-    """Attention over two tiers, driven by the host: on a CPU.
+@dataclass(frozen=True)
+class PrefillForward(BaseForward):
+    """A prefill pass that has begun.
 
-    Args:
-        runner, config, layout, host, row_observer: as in `TierBackend`.
+    Attributes:
+        rows: its rows, in batch order.
+        sequences: their host pages.
+        completed_pages: [P] int64, host pages that the pass completes.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: LookaheadKVConfig,
-        layout: TierLayout,
-        host: HostPool,
-        row_observer: RowObserver | None = None,
-    ) -> None:
-        super().__init__(runner, config, layout, host, row_observer)
-        self.audit = Audit(self.tier, host, config.audit_interval, self._pages_of) if config.audit_interval else None
-        self.controller = LookaheadController(
-            config,
-            self.tier,
-            host,
-            None if self.audit is None else self.audit.is_poor,
-            moves_on=not runner.is_draft_worker,
-        )
-        self._decode: list[DecodePlan] = []
-        self._draft_steps: list[list[DecodePlan]] = []
-        self._prefill: PrefillPlan | None = None
+    sequences: Sequences
+    completed_pages: Tensor
 
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        mode = forward_batch.forward_mode
-        self._decode, self._prefill = [], None
-        if mode.is_idle():
-            return
-        if (tokens := decoded_tokens(forward_batch)) is not None:
-            self._decode = self._plan_decode(forward_batch, committed_tokens(forward_batch, tokens), tokens)
-        else:
-            self._prefill = self._plan_prefill(forward_batch)
+    def pages_of(self, entry: int) -> Tensor:
+        """[open_block + 1] int64, host pages of a row of the pass."""
+        return self.sequences.slots[entry, : self.rows[entry].window.open_block + 1].long()
 
-    def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
-        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
-        lengths = host_lengths(forward_batch)
-        self._draft_steps = [
-            self._plan_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
+
+class HostEngine(Engine):
+    """Serves from a resident tier in host memory.
+
+    Args:
+        setup: what to serve.
+        moves_on: False when the next pass may serve a row at the length of this one, as a draft model's do.
+
+    Attributes:
+        audit: measures the true recall now and then, None when it is off.
+        pipeline: predicts and fetches in the background.
+        cap: most blocks fetched ahead.
+    """
+
+    captured = False
+
+    def __init__(self, setup: EngineSetup, *, moves_on: bool = True) -> None:
+        super().__init__(setup, torch.device("cpu"))
+        config = setup.config
+        self.audit: Audit | None = None
+        if config.audit_interval:
+            self.audit = Audit(self.tier, self.host, config.audit_interval, self.pages_of)
+        self._moves_on = moves_on
+        self._selector = SELECTORS.find(config.selector)
+        self._step: DecodeStep | None = None
+        self._urgent: frozenset[int] = frozenset()
+        self._predicting = False
+        self.pipeline = make_pipeline(self.tier, self.host, self._selector, config.smoothing)
+        self.cap = self._make_cap()
+
+    def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
+        counts = torch.tensor(batch.new_tokens)
+        lengths = torch.tensor(batch.prefixes) + counts
+        size = self.layout.block_size
+        sequences = plan_host(self._req_to_token, torch.tensor(batch.rows), lengths, counts, size)
+        rows = claim_rows(self.tier, batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks)
+        completed = [
+            sequences.slots[entry, prefix // size : row.window.complete_blocks].long()
+            for entry, (row, prefix) in enumerate(zip(rows, batch.prefixes, strict=True))
         ]
+        return PrefillForward(rows, sequences, torch.cat(completed))
 
-    def settle(self) -> None:
-        self.controller.pipeline.drain()
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+    def prefill_layer(
+        self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
     ) -> Tensor:
-        if self._decode:
-            return self._forward_decode(self._decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        plan = self._prefill
-        assert plan is not None
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self.token_to_kv_pool.start_layer
-        self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
-        self.host.summarise(index, plan.completed_pages)
-        out = paged_attention(query, self.host.kv[index], *plan.sequences, layer.scaling)
-        for request in plan.requests:
-            if request.builds:
-                startup = query[request.tokens][-STARTUP_QUERIES:]
-                self.controller.build(index, request.row, request.window, request.pages, startup, layer.scaling)
-        return out.view(q.shape)
-
-    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._forward_decode(self._decode, *args, **kwargs)
-
-    def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
-        """One of the passes that `init_draft_steps` planned."""
-        return self._forward_decode(self._draft_steps[step], *args, **kwargs)
-
-    def _forward_decode(
-        self,
-        passes: Sequence[DecodePlan],
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each."""
-        scale, clock = layer.scaling, self.clock
-        clock.enter_layer()
-        query, key, value = layer_inputs(layer, q, k, v, save_kv_cache, kwargs)
-        index = layer.layer_id - self.token_to_kv_pool.start_layer
-        self.controller.write_through(index, forward_batch.out_cache_loc, key, value)
-        clock.lap("write_through")
-        outs = []
-        for i, plan in enumerate(passes):
-            taken = slice(i, None, len(passes))  # a row's tokens are neighbours
-            outs.append(self._attend(index, plan, query[taken], key[taken], value[taken], scale))
-        # What a draft model decodes behind the committed tokens is not what its next step will look at.
-        if passes[-1].step.first == 0:
-            self.controller.look_ahead(index, passes[-1].step, query, scale)
-        clock.lap("look_ahead")
-        out = outs[0] if len(outs) == 1 else torch.stack(outs, dim=1)
-        return out.view(q.shape)
-
-    def _attend(self, index: int, plan: DecodePlan, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        step, clock = plan.step, self.clock
-        for cold in plan.cold:
-            pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
-            self.controller.build(index, cold.row, cold.window, pages, query[cold.entry * step.tokens, None], scale)
-        # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
-        audits_after = self.config.miss_policy == FETCH
-        if self.audit is not None and not audits_after:
-            self.audit.observe(index, step, query, scale)
-        self.controller.prepare(index, step, query, key, value, scale)
-        if self.audit is not None and audits_after:
-            self.audit.observe(index, step, query, scale)
-        clock.lap("prepare")
-        if self.trace is not None:
-            self.trace.record(index, plan, self.tier)
-        resident = self.tier.layers[index]
-        out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
-        clock.lap("attention")
+        self._arrive(layer, key, value, indices)
+        self.host.summarise(layer, forward.completed_pages)
+        out = paged_attention(query, self.host.kv[layer], *forward.sequences, self.scales[layer])
+        for entry, row in enumerate(forward.rows):
+            if row.builds:
+                startup = query[row.tokens][-STARTUP_QUERIES:]
+                self._build(layer, row.row, row.window, forward.pages_of(entry), startup)
         return out
 
-    def _plan_decode(
-        self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0
-    ) -> list[DecodePlan]:
-        if first == 0:
-            self.count_step()
-            self._publish_when_due()
-            self.clock.begin_step()
-        rows = forward_batch.req_pool_indices.to("cpu", torch.int64)
-        passes = plan_decode(
-            self.tier,
-            number=self._passes_begun + 1,
-            rows=rows,
-            generations=torch.as_tensor(self.req_to_token_pool.req_generation[rows]),
-            lengths=lengths,
-            rids=forward_batch.rids or [],
-            req_to_token=self.req_to_token_pool.req_to_token,
-            tokens=tokens,
-            first=first,
-            singly=tokens > 1 and self.config.miss_policy == "fetch",
-        )
-        self._passes_begun += len(passes)
-        if self.audit is not None and first == 0:
-            self.audit.begin(passes[0].step)
-        return passes
+    def start(self, forward: DecodeForward, indices: Tensor) -> None:
+        """Nothing precedes the first layer."""
 
-    def _plan_prefill(self, forward_batch: ForwardBatch) -> PrefillPlan:
-        rows = forward_batch.req_pool_indices.tolist()
-        return plan_prefill(
-            self.tier,
-            rows=rows,
-            generations=self.req_to_token_pool.req_generation[rows].tolist(),
-            prefixes=forward_batch.extend_prefix_lens_cpu,
-            new_tokens=forward_batch.extend_seq_lens_cpu,
-            last_chunks=getattr(self._runner, LAST_CHUNKS_ATTRIBUTE),
-            req_to_token=self.req_to_token_pool.req_to_token,
+    def end(self) -> None:
+        """Tasks go on in the background."""
+
+    def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
+        if batch.first == 0:
+            self.clock.begin_step()
+            if self.audit is not None:
+                self.audit.begin(forward.plans[0].step)
+
+    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
+        # SGLang may have freed pages that the transfer still reads, and these tokens may be what is written over them.
+        self.pipeline.wait(layer)
+        self.host.write(layer, indices, key, value)
+
+    def _prepare(
+        self,
+        forward: DecodeForward,
+        number: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor,
+    ) -> None:
+        plan, step = forward.plans[number], forward.plans[number].step
+        for cold in plan.cold:
+            pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
+            self._build(layer, cold.row, cold.window, pages, query[cold.entry * step.tokens, None])
+        # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
+        if self.audit is not None and not self._fetches:
+            self.audit.observe(layer, step, query, self.scales[layer])
+        self._take_tokens(layer, step, query, key, value)
+        if self.audit is not None and self._fetches:
+            self.audit.observe(layer, step, query, self.scales[layer])
+
+    def _take_tokens(self, layer: int, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if step is not self._step:
+            self._begin(step)
+        resident = self.tier.layers[layer]
+        if step.graduates:
+            # Older than what is selected now, which must outlive them.
+            resident.graduate(step.graduates.rows, step.graduates.blocks, mark(step.number, URGENT) - 1)
+        resident.write_tokens(step.token_rows, step.places(resident), key, value)
+        if step.completed:
+            rows, blocks, pages = step.completed
+            self.host.summarise(layer, pages)
+            resident.summaries[rows, :, blocks] = self.host.summaries[layer][pages]
+        if step.expected:  # a request may end here, and another find the page in the prefix cache
+            self.host.summarise(layer, step.expected.pages)
+        if layer in self._urgent:
+            queries = query.unflatten(0, (-1, step.tokens))
+            self.counters.blocks_urgent += self.pipeline.run(layer, queries, self.scales[layer], cap=resident.selected)
+
+    def _attend(self, forward: DecodeForward, number: int, layer: int, query: Tensor) -> Tensor:
+        resident = self.tier.layers[layer]
+        slots = forward.plans[number].resident(resident.selected)
+        return paged_attention(query, resident.blocks, *slots, self.scales[layer])
+
+    def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
+        # What a draft model decodes behind the committed tokens is not what its next step will look at. With policy
+        # `fetch` nothing is predicted: the true queries bring in all that would be.
+        step = forward.plans[-1].step
+        if step.first == 0 and self._predicting and layer in self._sparse:
+            cap = self.cap.blocks(self.tier.layers[layer].selected)
+            queries = self._source(query.unflatten(0, (-1, step.tokens)))
+            self.pipeline.submit(layer, queries, self.scales[layer], cap)
+
+    def _begin(self, step: DecodeStep) -> None:
+        """Find the rows that do not fit the budget: in this step, where misses are fetched, and in the next."""
+        self._step = step
+        self._urgent, self._predicting = frozenset(), False
+        if layers := self._layers_that_fetch():
+            urgent = _prediction(step, mark(step.number, URGENT), urgent_candidates(step, self.layout))
+            if urgent is not None:
+                self._urgent = layers
+                self.pipeline.begin_urgent(urgent)
+        if not self._fetches:
+            candidates = ahead_candidates(step, self.layout, moves_on=self._moves_on)
+            ahead = _prediction(step, mark(step.number, AHEAD), candidates)
+            self.cap.begin_step(0 if ahead is None else len(ahead.rows))
+            if ahead is not None:
+                self._predicting = True
+                self.pipeline.begin_step(ahead)
+
+    def _build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor) -> None:
+        """Build a row's first resident set from its last queries [Q, H*G, D]; its tokens are all in the host pool."""
+        resident, layout = self.tier.layers[layer], self.layout
+        complete = window.complete_blocks
+        resident.summaries[row, :, :complete] = self.host.summaries[layer][pages[:complete]].transpose(0, 1)
+
+        def rank(candidates: int) -> Tensor:
+            records = resident.summaries[row, None, :, :complete]
+            among, scale = torch.tensor([candidates]), self.scales[layer]
+            fmt, sinks = layout.summary_format, layout.sink_blocks
+            return rank_blocks(self._selector, queries[None], records, fmt, among, scale, sinks)[0]
+
+        self.counters.blocks_built += build_row(resident, layout, row, window, self.host.kv[layer], pages, rank)
+
+    def _make_cap(self) -> FetchCap:
+        if self.config.fetch_ratio is not None:
+            return FixedCap(self.config.fetch_ratio)
+        heads = self.layout.kv_heads * len(self._sparse)
+        selected, pipeline = min(self.layout.selected_blocks), self.pipeline
+        return AdaptiveCap(pipeline.statistics, selected, heads, self.layout.chunk_bytes, pipeline.threads)
+
+    def _layers_that_fetch(self) -> frozenset[int]:
+        """Layers that load what the true query misses before they attend."""
+        if self._fetches:
+            return self._sparse
+        if self.config.miss_policy != AUTO or self.audit is None:
+            return frozenset()
+        return frozenset(filter(self.audit.is_poor, self._sparse))
+
+    def settle(self) -> None:
+        self.pipeline.drain()
+
+    def snapshot(self) -> Snapshot:
+        return self._snapshot(
+            self.counters,
+            self.pipeline.statistics(),
+            self.cap.blocks(min(self.layout.selected_blocks)),
+            staging_bytes=0,
+            cached_tokens=0,
+            recall=None if self.audit is None else self.audit.statistics(),
         )
+
+    def close(self) -> None:
+        self.pipeline.close()
+        if self.audit is not None:
+            self.audit.close()
+
+
+def _prediction(step: DecodeStep, number: int, candidates: Tensor) -> PredictionStep | None:
+    """A task for the rows that have candidates; None without such rows."""
+    entries = candidates.nonzero().flatten()
+    if not entries.numel():
+        return None
+    return PredictionStep(number, entries, step.rows[entries], candidates[entries], step.pages)

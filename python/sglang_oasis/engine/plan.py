@@ -1,4 +1,4 @@
-"""Turns SGLang's forward batch into what one forward pass needs; computed once, shared by all layers."""
+"""What one forward pass needs to know about its rows; computed once, shared by all layers."""
 
 from __future__ import annotations
 
@@ -93,43 +93,6 @@ class PrefillRow(NamedTuple):
     builds: bool
 
 
-class PrefillRequest(NamedTuple):
-    """One request of an extend pass, with its host pages.
-
-    Attributes:
-        row, tokens, window, builds: as in `PrefillRow`.
-        prefix: tokens already in the host pool.
-        pages: [open_block + 1] int64, host pages.
-    """
-
-    row: int
-    tokens: slice
-    window: Window
-    builds: bool
-    prefix: int
-    pages: Tensor
-
-    @property
-    def completed_pages(self) -> Tensor:
-        """Pages that this pass completes."""
-        return self.pages[self.prefix // self.window.block_size : self.window.complete_blocks]
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """One extend pass.
-
-    Attributes:
-        requests: in batch order.
-        sequences: their host pages.
-        completed_pages: [P] int64, host pages that the pass completes.
-    """
-
-    requests: Sequence[PrefillRequest]
-    sequences: Sequences
-    completed_pages: Tensor
-
-
 def queries_each(queries: int, count: int) -> Tensor:
     """`query_starts` of `count` sequences with as many queries each."""
     return queries * torch.arange(count + 1, dtype=torch.int32)
@@ -204,7 +167,6 @@ def plan_decode(
 
 def claim_rows(
     tier: ResidentTier,
-    *,
     rows: Sequence[int],
     generations: Sequence[int],
     prefixes: Sequence[int],
@@ -228,38 +190,3 @@ def claim_rows(
         else:
             tier.rows.release(row)
     return claimed
-
-
-def plan_prefill(
-    tier: ResidentTier,
-    *,
-    rows: Sequence[int],
-    generations: Sequence[int],
-    prefixes: Sequence[int],
-    new_tokens: Sequence[int],
-    last_chunks: Sequence[bool],
-    req_to_token: Tensor,
-) -> PrefillPlan:
-    """Plan an extend pass and claim the rows that decode next.
-
-    Args:
-        tier: the resident tier.
-        rows, generations, prefixes, new_tokens, last_chunks: per request.
-        req_to_token: SGLang's [rows, context] table of KV indices.
-    """
-    counts = torch.tensor(new_tokens)
-    lengths = torch.tensor(prefixes) + counts
-    sequences = plan_host(req_to_token, torch.tensor(rows), lengths, counts, tier.layout.block_size)
-    claimed = claim_rows(
-        tier,
-        rows=rows,
-        generations=generations,
-        prefixes=prefixes,
-        new_tokens=new_tokens,
-        last_chunks=last_chunks,
-    )
-    requests = [
-        PrefillRequest(*each, prefix, sequences.slots[i, : each.window.open_block + 1].long())
-        for i, (each, prefix) in enumerate(zip(claimed, prefixes, strict=True))
-    ]
-    return PrefillPlan(requests, sequences, torch.cat([request.completed_pages for request in requests]))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
-from sglang_oasis.lookahead.pipelines.native import PipelineStatistics
+from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
 from sglang_oasis.tier.layout import fetch_cap
 
 LINK_SHARE = 0.5

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_oasis.lookahead.policy import ahead_candidates, urgent_candidates
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.ops.device_step import StepTable
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.window import Windows
 
 PADDING_ROW, PADDING_LENGTH = 0, 1
 """An entry that pads a batch decodes the first token of SGLang's dummy row."""
@@ -41,19 +41,10 @@ def tabulate(step: DecodeStep, layout: TierLayout, *, fetches: bool) -> HostTabl
         fetches: misses are fetched before attention, and nothing is predicted; else the other way round.
     """
     none = torch.zeros_like(step.rows)
-    urgent = candidates = none
-    if fetches:
-        # A row also counts that will not fit with the drafts it may have: it may be back from where it did not fit.
-        urgent = _selectable(step.windows, step.windows.later(layout.draft_tokens), layout)
-    else:
-        candidates = _selectable(step.windows.next, step.windows.next, layout)
+    urgent = urgent_candidates(step, layout) if fetches else none
+    candidates = none if fetches else ahead_candidates(step, layout)
     lengths = step.windows.length
     return HostTable(lengths, step.graduating, step.completing, step.expecting, urgent, candidates)
-
-
-def _selectable(windows: Windows, most: Windows, layout: TierLayout) -> Tensor:
-    """[n], selectable blocks of each row that exceeds its slots with the windows `most`, 0 of the others."""
-    return torch.where(most.first_local > min(layout.selected_blocks), windows.first_local, 0)
 
 
 class DeviceTables:

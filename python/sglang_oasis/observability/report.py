@@ -1,30 +1,33 @@
-"""The start-up summary and the statistics, both read off the attention backend."""
+"""The start-up summary and the statistics, both read off an engine's snapshot."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from sglang_oasis.serving.lookahead_backend import TierBackend
+from sglang_oasis.engine.base import Snapshot
 
 
-def start_up_summary(backend: TierBackend) -> str:
-    """One block that a human can check, logged when the tiers are built."""
-    config, layout, tier = backend.config, backend.tier.layout, backend.tier
-    tokens = (backend.host.num_pages - 1) * layout.block_size
+def start_up_summary(snapshot: Snapshot, compute_dtype: torch.dtype) -> str:
+    """One block that a human can check, logged when the tiers are built.
+
+    Args:
+        snapshot: of the engine.
+        compute_dtype: of weights and activations; K and V may be kept in another.
+    """
+    config, layout = snapshot.config, snapshot.layout
     ratio = "adaptive" if config.fetch_ratio is None else f"ratio {config.fetch_ratio}"
     budget = min(layout.selected_blocks)
-    cap = budget if config.fetch_ratio is None else backend.controller.cap.blocks(budget)
+    cap = budget if config.fetch_ratio is None else snapshot.fetch_cap
     covers = " (the whole context, so attention is exact)" if budget == layout.max_blocks else ""
     lines = [
         "Lookahead KV is on",
-        f"  host KV          {tokens} tokens, {_gb(backend.host.nbytes)} with summaries",
-        f"  dtype            computes in {_name(backend.compute_dtype)}, keeps K and V in {_name(layout.dtype)}",
-        f"  rows             {tier.num_rows - 1} requests decode at once",
-        f"  device           {_gb(tier.num_rows * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
+        f"  host KV          {snapshot.host_tokens} tokens, {_gb(snapshot.host_bytes)} with summaries",
+        f"  dtype            computes in {_name(compute_dtype)}, keeps K and V in {_name(layout.dtype)}",
+        f"  rows             {snapshot.rows_capacity} requests decode at once",
+        f"  device           {_gb((snapshot.rows_capacity + 1) * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
         f"of which summaries {_mb(layout.row_summary_bytes)}",
         f"  budget           {budget} blocks of {config.block_size} tokens per KV head and layer{covers}, of which "
         f"{layout.sink_blocks} sink blocks; besides {layout.recent_blocks} recent blocks and the open one; "
@@ -33,31 +36,33 @@ def start_up_summary(backend: TierBackend) -> str:
         f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}, "
         f"smoothing {config.smoothing}",
     ]
-    if (staging := backend.staging) is not None:
-        cached = len(staging.cache.tags) * layout.block_size
-        lines.append(f"  prefill          {_gb(staging.nbytes)}: two staging buffers and a cache of {cached} tokens")
+    if snapshot.staging_bytes:
+        staged, cached = _gb(snapshot.staging_bytes), snapshot.cached_tokens
+        lines.append(f"  prefill          {staged}: two staging buffers and a cache of {cached} tokens")
     return "\n".join(lines)
 
 
-def statistics(backend: TierBackend) -> dict[str, Any]:
-    """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field."""
-    tier, layout, pipeline = backend.tier, backend.tier.layout, backend.controller.pipeline.statistics()
-    counters = backend.counters()
-    capacity, free = backend.host_tokens()
-    cap = backend.controller.cap.blocks(min(layout.selected_blocks))
+def statistics(snapshot: Snapshot, capacity: int, free: int) -> dict[str, Any]:
+    """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field.
+
+    Args:
+        snapshot: of the engine.
+        capacity, free: tokens of the host pool; what is not free is held by requests or by the prefix cache.
+    """
+    layout, counters, pipeline = snapshot.layout, snapshot.counters, snapshot.pipeline
     return {
-        "config": dataclasses.asdict(backend.config),
-        "rows": {"capacity": tier.num_rows - 1, "active": len(tier.rows)},
+        "config": dataclasses.asdict(snapshot.config),
+        "rows": {"capacity": snapshot.rows_capacity, "active": snapshot.rows_active},
         "host_tokens": {"capacity": capacity, "used": capacity - free},
         "bytes": {
-            "host_capacity": backend.host.nbytes,
-            "device_capacity": sum(each.num_rows * each.layout.row_bytes for each in backend.tiers),
-            "resident": sum(each.used_bytes for each in backend.tiers),
-            "summaries": sum(each.used_summary_bytes for each in backend.tiers),
-            "staging": 0 if backend.staging is None else backend.staging.nbytes,
-            "step_budget": layout.step_bytes(cap),
+            "host_capacity": snapshot.host_bytes,
+            "device_capacity": snapshot.device_bytes,
+            "resident": snapshot.resident_bytes,
+            "summaries": snapshot.summary_bytes,
+            "staging": snapshot.staging_bytes,
+            "step_budget": layout.step_bytes(snapshot.fetch_cap),
         },
-        "fetch_cap": cap,
+        "fetch_cap": snapshot.fetch_cap,
         "counters": {
             **dataclasses.asdict(counters),
             "blocks_fetched": pipeline.fetched,
@@ -67,8 +72,8 @@ def statistics(backend: TierBackend) -> dict[str, Any]:
             "stalls": pipeline.stalls,
         },
         "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},
-        "step_seconds": dict(backend.clock.seconds),
-        "recall": None if backend.audit is None else backend.audit.statistics(),
+        "step_seconds": snapshot.step_seconds,
+        "recall": snapshot.recall,
     }
 
 

@@ -1,6 +1,6 @@
 """The ops of a decode step that a device drives alone: every index is a tensor, nothing comes back to the host.
 
-The references say what an op does, in loops over entries and heads; `kernels/triton/triton_ops.py` has the device's versions.
+The references say what an op does, in loops over entries and heads; `kernels/triton/` has the device's versions.
 Shapes: S rows, of which row 0 is padding that several entries may name at once, H KV heads, G query heads per KV head,
 D head dimension, B tokens per block, K selected and R local slots, N logical blocks per row, n batch entries, m tokens
 per entry, C admission width. Contents are trusted: rows, slots, blocks and pages must be in range.

@@ -1,13 +1,15 @@
 """When the seams are installed: as soon as both the plugins are loaded and a ServerArgs asks for one of our backends.
 
 In the launcher the plugins are loaded first and the ServerArgs follows; in a child process the ServerArgs is unpickled
-with the process's arguments, before the plugins are loaded.
+with the process's arguments, before the plugins are loaded. What is imported here inside of functions is imported then,
+and never where nobody asks for our backends.
 """
 
 from __future__ import annotations
 
 import sys
 from types import TracebackType
+from typing import Any
 
 from sglang_oasis.errors import LookaheadKVError
 
@@ -39,6 +41,13 @@ def _install_when_due() -> None:
 
     catalogue.install()
     print_sentences()
+
+
+def check_before_resolution(server_args: Any) -> None:
+    """Refuse, before SGLang looks at them, what cannot work with our backends."""
+    from sglang_oasis.seams import preflight
+
+    preflight.check_before_resolution(server_args)
 
 
 def print_sentences() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import enabled
+from sglang_oasis.seams.flags import enabled
+from sglang_oasis.seams.seam import Seam
 
 
 def _refuse(original: Callable[..., str | None], coordinator: Any, request: Any, received: Any) -> str | None:

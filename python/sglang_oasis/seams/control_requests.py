@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from sglang_oasis.errors import RequestRefused
-from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.request_rules import check_range
+from sglang_oasis.seams.seam import Seam
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 
 SYSFS = Path("/sys/devices/system/cpu")
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_oasis.product_rates import product_rates
-from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.launch_environment import parameters_in, ranks_per_host
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.tier.host_memory.available import available_host_bytes
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.kv_pool import HostKVPool
+from sglang_oasis.seams.seam import Seam
+from sglang_oasis.serving.kv_pool import HostKVPool
 
 
 def _no_fused_write(result: bool, forward_batch: Any) -> bool:

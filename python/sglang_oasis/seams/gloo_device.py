@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from torch.distributed import distributed_c10d
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 
 

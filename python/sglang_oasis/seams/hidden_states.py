@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 
 
 def _keep(original: Callable[..., Any], processor: Any, hidden: Any, inner: Any, metadata: Any) -> Any:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.flags import enabled, uses_host_pool
 from sglang_oasis.seams.internal_state import STATE_KEY
 from sglang_oasis.seams.launch_environment import check_port, listen
-from sglang_oasis.seams.server_args import enabled, uses_host_pool
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.seams.termination import serves_sglang
 
 STATS_PATH = "/lookahead_kv/stats"

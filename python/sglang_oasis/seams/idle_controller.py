@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import uses_host_pool
+from sglang_oasis.seams.flags import uses_host_pool
+from sglang_oasis.seams.seam import Seam
 
 WAIT_MS = 1000
 """So often the loop goes on without a request, to feed its watchdog; a request ends the wait at once."""

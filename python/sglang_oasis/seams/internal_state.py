@@ -9,18 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_oasis.config import DENSE_BACKEND_NAME
-from sglang_oasis.observability.report import statistics
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.serving.dense_backend import DenseAttentionBackend
-from sglang_oasis.serving.lookahead_backend import TierBackend
+from sglang_oasis.serving.lookahead_backend import LookaheadBackend
 
 STATE_KEY = "lookahead_kv"
 
 
 def _add_statistics(result: Any, controller: Any, request: Any) -> Any:
     backend = controller.scheduler.tp_worker.model_runner.attn_backend
-    if isinstance(backend, TierBackend):
-        result.internal_state[STATE_KEY] = statistics(backend)
+    if isinstance(backend, LookaheadBackend):
+        result.internal_state[STATE_KEY] = backend.statistics()
     elif isinstance(backend, DenseAttentionBackend):
         clock = backend.clock
         result.internal_state[DENSE_BACKEND_NAME] = {"decode_steps": clock.steps, "step_seconds": dict(clock.seconds)}

@@ -14,8 +14,8 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_oasis.errors import RequestRefused
-from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.running_batch import looks_back
+from sglang_oasis.seams.seam import Seam
 
 _log = logging.getLogger(__name__)
 

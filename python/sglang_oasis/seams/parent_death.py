@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 
 _PR_SET_PDEATHSIG = 1
 _KEY = "sglang_oasis_parent"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import enabled
+from sglang_oasis.seams.flags import enabled
+from sglang_oasis.seams.seam import Seam
 
 
 def _not_of_the_host_pool(result: bool, server_args: Any) -> bool:

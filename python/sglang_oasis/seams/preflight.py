@@ -16,9 +16,11 @@ from sglang_oasis.config import AUTO, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DU
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.kernels.cpu import native
-from sglang_oasis.lookahead.selectors.bound import BoundSelector, find_selector
+from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
+from sglang_oasis.lookahead.sources import SOURCES
 from sglang_oasis.ops import device_step
 from sglang_oasis.seams import dtypes
+from sglang_oasis.seams.flags import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 from sglang_oasis.seams.launch_environment import (
     check_model_folder,
     divide_cores,
@@ -26,7 +28,8 @@ from sglang_oasis.seams.launch_environment import (
     share_the_cores,
 )
 from sglang_oasis.seams.machine_flags import as_typed, check_device_flags, check_packages
-from sglang_oasis.seams.server_args import EAGLE3, NGRAM, algorithm_of, config_of, enabled
+from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, note_free_host_bytes
+from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
 # Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -86,7 +89,9 @@ def check_before_resolution(server_args: Any) -> None:
     page_size = DEFAULT_BLOCK_SIZE if server_args.page_size is None else server_args.page_size
     check_block_size(page_size)
     if enabled(server_args):
-        find_selector(config_of(server_args, page_size).selector)
+        config = config_of(server_args, page_size)
+        SELECTORS.find(config.selector)
+        SOURCES.find(config.source)
     for field, allowed in _REQUIRED.items():
         value = getattr(server_args, field)
         asked_for = field == "attention_backend" and not enabled(server_args)
@@ -182,7 +187,7 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
         "--lookahead-kv-fetch-ratio auto": (config.fetch_ratio is None, "give a number"),
         "--lookahead-kv-audit-interval": (config.audit_interval > 0, "leave it out"),
         f"--lookahead-kv-selector {config.selector}": (
-            not isinstance(find_selector(config.selector), BoundSelector),
+            not isinstance(SELECTORS.find(config.selector), BoundSelector),
             "use minmax or midrange",
         ),
         "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or leave it out"),
@@ -312,14 +317,6 @@ def _has_state_space(model: Any) -> bool:
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
     """Find out now what the scheduler would find out after it has loaded the model."""
-    from sglang_oasis.seams.sizing import (
-        check_host_bytes,
-        draft_layout_of_flags,
-        layout_of_model,
-        note_free_host_bytes,
-    )
-    from sglang_oasis.tier.budget import UNKNOWN, divide_memory
-
     layout = layout_of_model(server_args, model, dtypes.kv_dtype(view, model.dtype), view.tp_size, view.page_size)
     draft = draft_layout_of_flags(server_args, model, view)
     device_is_host = view.device == "cpu"

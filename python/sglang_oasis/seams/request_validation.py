@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.errors import RequestRefused
-from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.request_rules import (
     UINT32_MAX,
     check_answers,
@@ -26,6 +25,7 @@ from sglang_oasis.seams.request_rules import (
     check_sampling,
     check_tokenized,
 )
+from sglang_oasis.seams.seam import Seam
 
 MISREAD = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, re.error)
 """What Python raises where a value is not what the code expects."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.serving.sampling.history import output_tokens, show
 from sglang_oasis.serving.sampling.penalties import recount
 from sglang_oasis.serving.sampling.seeds import seeds_of

@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `layers/sampler.Sampler._sample_from_probs`,
 `sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. `seams/running_batch.py` has what a batch looks back
-at, `seams/speculation.py` hands verification to `serving/sampling/verification.py`. Remove the first where upstream's seeds
-need no deterministic mode, the second where a CPU does not compile it.
+at, `seams/speculation.py` hands verification to `serving/sampling/verification.py`. Remove the first where upstream's
+seeds need no deterministic mode, the second where a CPU does not compile it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 from sglang_oasis.serving.sampling.penalties import scale
 from sglang_oasis.serving.sampling.seeds import draw

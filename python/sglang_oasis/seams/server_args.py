@@ -16,12 +16,10 @@ from sglang.srt import server_args as upstream
 from sglang.srt.arg_groups.arg_utils import Arg
 from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 
-from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob, LookaheadKVConfig, Speculation
+from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, Knob
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import activation
-
-EAGLE3, NGRAM = "EAGLE3", "NGRAM"
-"""SGLang's speculative algorithms whose chains our backends verify."""
+from sglang_oasis.seams.flags import uses_host_pool
 
 HELP_HEADING = "lookahead KV (sglang-oasis)"
 SLEEP_HELP = (
@@ -59,9 +57,7 @@ class _Behaviour:
                 _refuse_flags_without_effect(self)
             _refuse_half_a_backend(self)
             if uses_host_pool(self):
-                from sglang_oasis.seams.preflight import check_before_resolution
-
-                check_before_resolution(self)
+                activation.check_before_resolution(self)
         _upstream().resolve_once(self)
 
     @staticmethod
@@ -148,43 +144,3 @@ def install() -> None:
     HookRegistry.register("sglang.srt.server_args.ServerArgs", ServerArgs, HookType.REPLACE)
     if Engine.server_args_class is _upstream():
         Engine.server_args_class = ServerArgs
-
-
-def enabled(server_args: Any) -> bool:
-    """Whether this record asks for lookahead KV."""
-    return bool(getattr(server_args, ENABLE_FLAG, False))
-
-
-def dense(server_args: Any) -> bool:
-    """Whether this record asks for the dense CPU backend, without lookahead KV."""
-    return not enabled(server_args) and server_args.attention_backend == DENSE_BACKEND_NAME
-
-
-def uses_host_pool(server_args: Any) -> bool:
-    """Whether this record asks for one of our backends, both of which need the seams and the host pool."""
-    return enabled(server_args) or dense(server_args)
-
-
-def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:
-    """The validated configuration of a record whose page size is resolved.
-
-    Raises:
-        LookaheadKVError: a flag is out of range.
-    """
-    flags = {knob.name: getattr(server_args, knob.name) for knob in KNOBS}
-    return LookaheadKVConfig.from_flags(flags, block_size, speculation_of(server_args))
-
-
-def speculation_of(server_args: Any) -> Speculation:
-    """How a record speculates, as far as it is resolved."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    view = resolved_view(server_args)
-    algorithm = algorithm_of(view)
-    return Speculation(algorithm, (view.speculative_num_draft_tokens or 1) - 1) if algorithm else Speculation()
-
-
-def algorithm_of(server_args: Any) -> str | None:
-    """--speculative-algorithm, in capitals: SGLang takes either case and resolves it after our first checks."""
-    algorithm = server_args.speculative_algorithm
-    return None if algorithm is None else algorithm.upper()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 
 
 def _gated(

@@ -7,26 +7,24 @@ byte budget of the KV pool) and `.resolve_max_num_reqs` (AFTER: an upper bound o
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 
+from sglang_oasis.env import FreeAtLaunch
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.seams.catalogue import Seam
 from sglang_oasis.seams.dtypes import kv_dtype
+from sglang_oasis.seams.flags import EAGLE3, config_of, enabled
 from sglang_oasis.seams.launch_environment import ranks_per_host
-from sglang_oasis.seams.server_args import EAGLE3, config_of, enabled
+from sglang_oasis.seams.seam import Seam
+from sglang_oasis.serving.notes import device_budget
 from sglang_oasis.tier.budget import divide_memory
 from sglang_oasis.tier.host_memory.available import available_host_bytes
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.prefill.staging import PrefillStaging
 
 logger = logging.getLogger(__name__)
-
-FREE_AT_LAUNCH = "SGLANG_OASIS_FREE_HOST_BYTES"
-"""Environment variable that the launcher sets for its data-parallel replicas."""
 
 
 def layout_of_model(
@@ -109,7 +107,7 @@ def _layout(runner: Any, model_config: Any) -> TierLayout:
 
 def note_free_host_bytes() -> None:
     """Tell the processes to be started what is free before any of them runs."""
-    os.environ[FREE_AT_LAUNCH] = str(available_host_bytes())
+    FreeAtLaunch.note(available_host_bytes())
 
 
 def host_bytes_to_share(server_args: Any) -> int | None:
@@ -119,11 +117,11 @@ def host_bytes_to_share(server_args: Any) -> int | None:
     weights or filled its pool when another measures. So each starts from what was free in the launcher, and what it
     has taken itself comes off its own share.
     """
-    noted = os.environ.get(FREE_AT_LAUNCH)
+    noted = FreeAtLaunch.read()
     if server_args.dp_size == 1 or noted is None:
         return None
     own = psutil.Process().memory_info()
-    return max(0, int(noted) - ranks_per_host(server_args) * (own.rss - own.shared))
+    return max(0, noted - ranks_per_host(server_args) * (own.rss - own.shared))
 
 
 def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_memory: int) -> int:
@@ -140,8 +138,7 @@ def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_me
     draft_layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
     host_kv_bytes = bytes_to_divide(budget.host_bytes, layout, draft_layout(configurator), draft_layers)
     host_kv_bytes, device_bytes = _least_of_all_ranks(host_kv_bytes, budget.device_bytes)
-    # The configurator has slots; its server_args are the one object that both hooks see.
-    configurator.server_args._lookahead_kv_device_bytes = device_bytes
+    device_budget.set(device_bytes)
     return host_kv_bytes
 
 
@@ -177,7 +174,7 @@ def _least_of_all_ranks(*sizes: int) -> list[int]:
 def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     if not enabled(configurator.server_args) or configurator.is_draft_worker:
         return result
-    device_bytes = configurator.server_args._lookahead_kv_device_bytes
+    device_bytes = device_budget.get()
     draft, layout = draft_layout(configurator), layout_of_runner(configurator)
     if configurator.device != "cpu":
         device_bytes -= staging_bytes(layout)
@@ -194,9 +191,9 @@ def staging_bytes(layout: TierLayout) -> int:
     return PrefillStaging.bytes_of(layout, layout.max_blocks)
 
 
-def leftover_device_bytes(server_args: Any, layout: TierLayout, rows: int) -> int:
+def leftover_device_bytes(layout: TierLayout, rows: int) -> int:
     """Of the device budget, what `rows` rows and the staging buffers leave over."""
-    return max(0, server_args._lookahead_kv_device_bytes - rows * layout.row_bytes - staging_bytes(layout))
+    return max(0, device_budget.get() - rows * layout.row_bytes - staging_bytes(layout))
 
 
 def check_host_bytes(layout: TierLayout, host_bytes: int, draft: TierLayout | None = None) -> None:

@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
 `speculative/eagle_utils.eagle_sample`, `speculative/cpp_ngram/ngram_corpus.NgramCorpus`, and the modules that
-`serving/cpu_platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be imported
-without SGLang's compiled kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
+`serving/cpu_platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be
+imported without SGLang's compiled kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
-from sglang_oasis.seams.catalogue import Seam, did_not_take
+from sglang_oasis.seams.flags import EAGLE3, uses_host_pool
 from sglang_oasis.seams.running_batch import looks_back
-from sglang_oasis.seams.server_args import EAGLE3, uses_host_pool
+from sglang_oasis.seams.seam import Seam, did_not_take
 from sglang_oasis.serving.cpu_platform import speculative as ops
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 from sglang_oasis.serving.drafting import DraftSteps

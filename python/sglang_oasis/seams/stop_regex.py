@@ -18,7 +18,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
+from sglang_oasis.seams.seam import Seam
 
 LONGEST_SEARCH = 1.0
 """Seconds of one step that all patterns of a request may take; an innocent one takes microseconds."""

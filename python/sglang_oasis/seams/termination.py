@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.seams.catalogue import Seam
-from sglang_oasis.seams.server_args import uses_host_pool
+from sglang_oasis.seams.flags import uses_host_pool
+from sglang_oasis.seams.seam import Seam
 
 GRACE_SECONDS = 10.0
 """Seconds that requests have to end: supervisors wait for 10 (Docker) to 30 (Kubernetes) before they kill."""

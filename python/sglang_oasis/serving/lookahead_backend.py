@@ -1,7 +1,10 @@
-"""What the attention backends over two tiers have in common: the tiers, who owns their rows, and what is reported.
+"""SGLang attention backend `lookahead_kv`: hands forward batches to an engine, whichever drives the tiers.
 
-Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `mem_cache/memory_pool.py`
-(ReqToTokenPool.attach_aux_cache, req_generation), `model_executor/forward_context.py` (the pools that models ask for).
+Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend: the halves of the metadata out of
+and in a graph, SharedReadEnds), `layers/radix_attention.py` (RadixAttention), `mem_cache/memory_pool.py`
+(ReqToTokenPool.attach_aux_cache, req_generation), `model_executor/forward_context.py` (the pools that models ask for),
+`model_executor/runner/decode_cuda_graph_runner.py` (what a replay's view of the batch holds). When upstream changes the
+forward modes or the aux-cache protocol, this file and `row_observer.py` are what to revisit.
 """
 
 from __future__ import annotations
@@ -9,131 +12,224 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.engine.clock import StepClock
-from sglang_oasis.engine.plan import host_pages
-from sglang_oasis.engine.trace import SelectionTrace
-from sglang_oasis.env import DebugEnv
-from sglang_oasis.lookahead.audit import Audit
-from sglang_oasis.lookahead.counters import LookaheadCounters
+from sglang_oasis.engine.base import DecodeBatch, DecodeForward, Engine, PrefillBatch, PrefillForward
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
-from sglang_oasis.serving.layers import check_layers
+from sglang_oasis.serving.batch import committed_tokens, decoded_tokens, host_lengths
+from sglang_oasis.serving.layers import layer_inputs
+from sglang_oasis.serving.notes import notes_of
 from sglang_oasis.serving.row_observer import RowObserver
-from sglang_oasis.tier.host_pool import HostPool
-from sglang_oasis.tier.integrity import check_integrity
-from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.prefill.staging import PrefillStaging
-from sglang_oasis.tier.resident_tier import ResidentTier
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 BACKEND_NAME = "lookahead_kv"
-LAST_CHUNKS_ATTRIBUTE = "lookahead_kv_last_chunks"
-"""Attribute of the model runner: per request of the extend batch at hand, whether this is its last prefill chunk."""
-ROWS_ATTRIBUTE = "lookahead_kv_rows"
-"""Attribute of the model runner: row of each request of the batch at hand, on the host."""
 
 
-class TierBackend(AttentionBackend):
-    """The tiers of one model runner.
+class LookaheadBackend(AttentionBackend):
+    """Attention over two tiers.
 
     Args:
         runner: the model runner, its pools built.
-        config: the validated configuration.
-        layout: sizes of the tiers.
-        host: the host pool that the runner's KV pool wraps.
+        engine: serves its layers.
         row_observer: the target model's, where the runner's model drafts for it; None to attach one.
+        exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
 
     Attributes:
-        compute_dtype: of weights and activations; K and V may be kept in another.
+        engine: serves the layers.
         token_to_kv_pool, req_to_token_pool: the runner's pools, where SGLang's forward context looks for them.
-        tiers: the resident tiers that follow the same rows: this model's and the draft model's.
-        controller: policy over the tiers.
-        exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
-        trace: records what decode attends to, None when it is off.
-        audit: measures the true recall now and then, None when it is off.
-        staging: what prefill passes through, None where it reads the host pool in place.
-        clock: where the time of decode steps goes.
     """
 
     needs_cpu_seq_lens = True
-    controller: Any
 
     def __init__(
         self,
         runner: ModelRunner,
-        config: LookaheadKVConfig,
-        layout: TierLayout,
-        host: HostPool,
+        engine: Engine,
         row_observer: RowObserver | None = None,
+        exporter: MetricsExporter | None = None,
     ) -> None:
         super().__init__()
-        check_layers(runner.model, "--enable-lookahead-kv")
-        self.config = config
-        self.host = host
-        self.tier = ResidentTier(layout, runner.max_running_requests + 1, torch.device(runner.device))
-        self.compute_dtype: torch.dtype = runner.dtype
+        self.engine = engine
         self.max_context_len = runner.model_config.context_len
-        self._runner = runner
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
+        self._runner = runner
+        self._exporter = exporter
         if row_observer is None:
-            row_observer = RowObserver(self.tier, runner.max_total_num_tokens, self._publish_when_idle)
+            row_observer = RowObserver(engine.tier, runner.max_total_num_tokens, self._publish_when_idle)
             self.req_to_token_pool.attach_aux_cache(row_observer)
         else:
-            row_observer.tiers.append(self.tier)
-        self.tiers = row_observer.tiers
-        self.exporter: MetricsExporter | None = None
-        self.trace: SelectionTrace | None = None
-        self.audit: Audit | None = None
-        self.staging: PrefillStaging | None = None
-        self.clock = StepClock()
-        self._integrity_interval = DebugEnv.read().integrity_interval
-        self._passes_begun = 0
+            row_observer.tiers.append(engine.tier)
+        engine.tiers = row_observer.tiers
+        self._decode: DecodeForward | None = None
+        self._prefill: PrefillForward | None = None
+        self._draft_steps: list[DecodeForward] = []
 
-    def settle(self) -> None:
-        """Both tiers are up to date, and the host may look into them."""
-        raise NotImplementedError
+    def statistics(self) -> dict[str, Any]:
+        """What `/lookahead_kv/stats` reports for this rank."""
+        free = self._runner.token_to_kv_pool_allocator.available_size()
+        return statistics(self.engine.snapshot(), self._runner.max_total_num_tokens, free)
 
-    def check_integrity(self) -> None:
-        """Verify every invariant of the tiers.
+    # --- the batch ---
 
-        Raises:
-            IntegrityError: names the layer, the row and the invariant.
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._decode = self._prefill = None
+        if forward_batch.forward_mode.is_idle():
+            return
+        made_up = self.engine.captured and (in_capture or _is_made_up(forward_batch))
+        if (tokens := decoded_tokens(forward_batch)) is not None:
+            if not made_up:
+                self._publish_when_due()
+            lengths = committed_tokens(forward_batch, tokens)
+            self._decode = self._begin_decode(forward_batch, lengths, tokens, real=not made_up)
+        elif not made_up:
+            self._prefill = self._begin_prefill(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self._decode is not None:
+            self.engine.start(self._decode, forward_batch.out_cache_loc)
+
+    def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
+        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
+        lengths = host_lengths(forward_batch)
+        self._draft_steps = [
+            self._begin_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
+        ]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        rows = self.req_to_token_pool.size + 1
+        if max_bs > rows:
+            raise RuntimeError(f"A graph of {max_bs} requests was asked for, and there are {rows} rows.")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """Kernels of all layers look up pages in SGLang's table of KV indices.
+
+        So do the tasks that a step leaves to the next. They need no fence: what a live row has in the table stays, and
+        what is fetched for a row that is gone is not read before the row is built again.
         """
-        self.settle()
-        check_integrity(self.tier, self.host, self._pages_of)
+        if self.engine.captured and (fm.is_decode() or fm.is_target_verify()):
+            return SharedReadEnds.POST_REPLAY
+        return SharedReadEnds.UNKNOWN
 
-    def count_step(self) -> None:
-        """A decode step begins; checks integrity before it, when that is due."""
-        counters = self.controller.counters
-        counters.decode_steps += 1
-        if self._integrity_interval and counters.decode_steps % self._integrity_interval == 0:
-            self.check_integrity()
+    # --- the layers ---
 
-    def counters(self) -> LookaheadCounters:
-        """What was counted since start-up."""
-        return self.controller.counters
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        if self._decode is not None:
+            return self._decode_layer(self._decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
+        if self._prefill is None:  # a batch that SGLang made up
+            return torch.zeros_like(q)
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
+        out = self.engine.prefill_layer(self._prefill, index, query, key, value, forward_batch.out_cache_loc)
+        return out.view(q.shape)
 
-    def host_tokens(self) -> tuple[int, int]:
-        """(capacity, free) tokens of the host pool; what is not free is held by requests or by the prefix cache."""
-        return self._runner.max_total_num_tokens, self._runner.token_to_kv_pool_allocator.available_size()
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self._decode is not None
+        return self._decode_layer(self._decode, *args, **kwargs)
 
-    def _pages_of(self, row: int, blocks: int) -> Tensor:
-        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
-        size = self.config.block_size
-        return host_pages(self.req_to_token_pool.req_to_token, row, blocks * size, size).long()
+    def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
+        """One of the passes that `init_draft_steps` planned."""
+        return self._decode_layer(self._draft_steps[step], *args, **kwargs)
+
+    def _decode_layer(
+        self,
+        forward: DecodeForward,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
+        out = self.engine.decode_layer(forward, index, query, key, value, forward_batch.out_cache_loc)
+        if index == self.engine.layout.num_layers - 1:
+            self.engine.end()
+        return out.view(q.shape)
+
+    def _inputs(self, layer: RadixAttention, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As `layer_inputs`; the softmax scale is the one that the engine was made with."""
+        scale = self.engine.scales[layer.layer_id - self.token_to_kv_pool.start_layer]
+        if layer.scaling != scale:
+            raise NotImplementedError(
+                f"sglang-oasis cannot serve attention layer {layer.layer_id}, whose softmax scale changed from "
+                f"{scale} to {layer.scaling} after the start."
+            )
+        return layer_inputs(layer, *inputs)
+
+    def _begin_decode(
+        self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0, real: bool = True
+    ) -> DecodeForward:
+        """Begin a decode step; a batch that is made up has no rows, and one for a graph is padded behind its rows."""
+        device_rows = forward_batch.req_pool_indices
+        if not self.engine.captured:
+            rows = device_rows.tolist()
+        else:
+            rows = notes_of(self._runner).rows if real else []
+        return self.engine.begin_decode(
+            DecodeBatch(
+                rows=torch.tensor(rows, dtype=torch.int64),
+                generations=torch.as_tensor(self.req_to_token_pool.req_generation[rows]),
+                lengths=lengths[: len(rows)],
+                tokens=tokens,
+                first=first,
+                rids=getattr(forward_batch, "rids", None) or (),
+                entries=forward_batch.batch_size,
+                device_rows=device_rows[: len(rows)],
+                real=real,
+            )
+        )
+
+    def _begin_prefill(self, forward_batch: ForwardBatch) -> PrefillForward:
+        notes = notes_of(self._runner)
+        rows = notes.rows if self.engine.captured else forward_batch.req_pool_indices.tolist()
+        return self.engine.begin_prefill(
+            PrefillBatch(
+                rows=rows,
+                generations=self.req_to_token_pool.req_generation[rows].tolist(),
+                prefixes=forward_batch.extend_prefix_lens_cpu,
+                new_tokens=forward_batch.extend_seq_lens_cpu,
+                last_chunks=notes.last_chunks,
+                indices=forward_batch.out_cache_loc,
+                device_rows=forward_batch.req_pool_indices,
+            )
+        )
+
+    # --- Prometheus ---
 
     def _publish_when_due(self) -> None:
-        if self.exporter is not None and self.exporter.due():
-            self.exporter.publish(statistics(self))
+        if self._exporter is not None and self._exporter.due():
+            self._exporter.publish(self.statistics())
 
     def _publish_when_idle(self) -> None:
         """The last row is gone: no decode step will publish what is true from now on."""
-        if self.exporter is not None and not len(self.tier.rows):
-            self.exporter.publish(statistics(self))
+        if self._exporter is not None and not len(self.engine.tier.rows):
+            self._exporter.publish(self.statistics())
+
+
+def _is_made_up(forward_batch: Any) -> bool:
+    """Whether SGLang made the batch up, to warm up or to capture: it has no request ids.
+
+    Nor have views of a batch for replay, which have `num_padding`.
+    """
+    return getattr(forward_batch, "rids", None) is None and not hasattr(forward_batch, "num_padding")

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 from sglang_oasis.testing.template import Request, Spawner, environment_key
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 STOP_TIMEOUT = 5.0
 _MOST_TEMPLATES = 3
 _TEMPLATE_TIMEOUT = 240.0

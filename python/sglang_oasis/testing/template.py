@@ -250,7 +250,7 @@ def _spawn_from_a_copy(settings: dict[str, str]) -> None:
         code = argv[argv.index("-c") :]
         return spawner.spawn(Request(owner, code, dict(os.environ), os.getcwd(), files), files)
 
-    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
 
 
 def main() -> None:

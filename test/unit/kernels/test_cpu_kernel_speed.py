@@ -17,7 +17,7 @@ import pytest
 
 from benchmark.micro.kernels import TORCH_LIMITS
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 LEAST = {"prefill": 0.25, "decode": 0.6, "scores": 1.5, "summaries": 0.6}
 """Times as fast as torch's float32 attention on the same instruction set, see kernel_speed.py."""
 

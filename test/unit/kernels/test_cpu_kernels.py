@@ -36,8 +36,8 @@ from test.cases.kernel_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
-REPO = Path(__file__).resolve().parents[2]
-PIPELINE_TESTS = str(Path(__file__).with_name("test_cpu_pipeline.py"))
+REPO = Path(__file__).resolve().parents[3]
+PIPELINE_TESTS = str(REPO / "test" / "unit" / "lookahead" / "test_cpu_pipeline.py")
 LAYOUTS = pytest.mark.parametrize("by_row", [True, False], ids=["resident", "pages"])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scripts.kernel_reports.cuda_report import ARCHITECTURES, fetch_traffic, kernel_costs, select_traffic
 from sglang_oasis.kernels import compiled
-from sglang_oasis.kernels.cuda import cuda_kernels
+from sglang_oasis.kernels.cuda import native
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from test.cases.cuda_emulation import emulated
 from test.cases.cuda_kernel_cases import (
@@ -62,7 +62,7 @@ def selections(draw: st.DrawFn, fmt: SummaryFormat, ties: bool = False) -> Selec
         offset=draw(st.integers(0, 1)),
     )
     vectors = case.queries.shape[1] * case.queries.shape[2] // case.shape[1]
-    least = cuda_kernels.kernels().shared_bytes_without_logits(case.queries, fmt.bits, case.shape[1], selected)
+    least = native.kernels().shared_bytes_without_logits(case.queries, fmt.bits, case.shape[1], selected)
     room = draw(st.sampled_from([None, 0, 40]))  # blocks whose logits fit
     case.shared_bytes = 0 if room is None else least + room * vectors * 4
     return case
@@ -158,7 +158,7 @@ def test_each_admitted_chunk_is_read_once(on_cpu: Any) -> None:
     rows, to_tokens = torch.tensor([0]), torch.arange(8 * 16, dtype=torch.int32)[None]
     before = on_cpu.bytes_read()
     number = torch.tensor([1], dtype=torch.int32)
-    cuda_kernels.fetch_blocks(resident, maps, host_kv, to_tokens, rows, (blocks, slots), number, 0)
+    native.fetch_blocks(resident, maps, host_kv, to_tokens, rows, (blocks, slots), number, 0)
     assert on_cpu.bytes_read() - before == 2 * host_kv[0, 0].nbytes
 
 
@@ -183,13 +183,13 @@ def test_wrong_arguments_are_refused(damage: Any, message: str) -> None:
 def test_without_a_toolkit_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuda_kernels, "_module", None)
-    monkeypatch.setattr(cuda_kernels, "_attempted", False)
-    monkeypatch.setattr(cuda_kernels, "TOOLKIT", tmp_path / "none")
+    monkeypatch.setattr(native, "_module", None)
+    monkeypatch.setattr(native, "_attempted", False)
+    monkeypatch.setattr(native, "TOOLKIT", tmp_path / "none")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    assert cuda_kernels.load() is cuda_kernels.load() is None
+    assert native.load() is native.load() is None
     assert [record.getMessage() for record in caplog.records] == [
         "The CUDA C++ kernels cannot be used, Triton does it: "
         "there is no CUDA toolkit; install one with nvcc, or set CUDA_HOME to its folder."
@@ -199,10 +199,10 @@ def test_without_a_toolkit_one_warning_says_so(
 def test_each_architecture_gets_its_own_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipes: list[compiled.Recipe] = []
     monkeypatch.setattr(compiled, "build", recipes.append)
-    monkeypatch.setattr(cuda_kernels, "cuda_home", lambda: tmp_path)
+    monkeypatch.setattr(native, "cuda_home", lambda: tmp_path)
     for architecture in ("8.0", "9.0", "9.0"):
         monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", architecture)
-        cuda_kernels.build()
+        native.build()
     assert [recipes[0].key() == recipe.key() for recipe in recipes] == [True, False, False]
     assert recipes[1] == recipes[2]
 
@@ -210,7 +210,7 @@ def test_each_architecture_gets_its_own_library(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_kernels_compile_for_every_architecture_without_spills(architecture: str) -> None:
     try:
-        cuda_kernels.cuda_home()
+        native.cuda_home()
     except RuntimeError as error:
         pytest.skip(str(error))
     costs = kernel_costs(architecture)

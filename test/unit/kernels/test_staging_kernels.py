@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_oasis.kernels.triton import staging_triton as kernels
+from sglang_oasis.kernels.triton import staging as kernels
 from sglang_oasis.ops import staging as faces
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
 from sglang_oasis.ops.tokens import store_tokens

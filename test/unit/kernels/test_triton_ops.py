@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oasis.kernels.triton import triton_launches, triton_ops
+from sglang_oasis.kernels.triton import launches, overrides
 from sglang_oasis.ops.summary import SummaryFormat
 from test.cases.device_op_checks import (
     SMALL_TILES,
@@ -29,7 +29,7 @@ HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128])
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small cases have several of them."""
     for name, size in SMALL_TILES.items():
-        monkeypatch.setattr(triton_launches, name, size)
+        monkeypatch.setattr(launches, name, size)
 
 
 @FORMATS
@@ -148,20 +148,20 @@ def test_a_head_size_that_the_kernels_do_not_know_is_left_to_the_reference() -> 
     query = torch.zeros(1, 1, 40)
     rows = starts = torch.zeros(1, dtype=torch.int64)
     blocks = torch.zeros(1, 1, 2, 8, 40)
-    assert triton_ops.attend(query, blocks, rows, rows[None], rows, starts, 1.0, 1) is NotImplemented
+    assert overrides.attend(query, blocks, rows, rows[None], rows, starts, 1.0, 1) is NotImplemented
 
 
 def test_a_tensor_with_gaps_is_refused_by_name() -> None:
     blocks = torch.zeros(2, 1, 4, 2, 8, 16)[:, :, ::2]
     zeros = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^blocks has strides .*contiguous tensor\.$"):
-        triton_ops.attend(torch.zeros(1, 1, 16), blocks, zeros, zeros[None].int(), zeros.int(), zeros.int(), 1.0, 1)
+        overrides.attend(torch.zeros(1, 1, 16), blocks, zeros, zeros[None].int(), zeros.int(), zeros.int(), 1.0, 1)
 
 
 def test_admissions_wider_than_the_slots_are_refused() -> None:
     maps = occupied_maps(1, 1, 2, 4, generator(0))
     one, zeros = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 blocks exceed the 2 selected slots"):
-        triton_ops.select_admissions(
+        overrides.select_admissions(
             torch.zeros(1, 1, 2, dtype=torch.int64), one, zeros, maps, one, 0, one, empty_admissions(1, 1, 3), zeros
         )

@@ -138,7 +138,7 @@ def run_both(tiers: Tiers, drive: Any) -> tuple[Tiers, tuple[int, ...], tuple[in
     got += native_pipeline.statistics()[:2]
     native_pipeline.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "kernels", lambda: None)
+        patch.setattr(overrides, "kernels", lambda: None)
         torch_pipeline = TorchPipeline(twin.tier, twin.host, same_scores, SMOOTHING)
         expected = drive(twin, torch_pipeline)
         expected += torch_pipeline.statistics()[:2]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_oasis.kernels.triton import triton_kernels
+from sglang_oasis.kernels.triton import sources
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.device_step import (
     DeviceAdmissions,
@@ -201,7 +201,7 @@ def test_blocks_are_summarised_from_one_place_to_another_unless_their_source_is_
 def test_kernels_that_are_not_installed_are_missed_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: str
 ) -> None:
-    monkeypatch.delitem(triton_kernels.sys.modules, triton_kernels.NAME, raising=False)
-    monkeypatch.setattr(triton_kernels, "source_folder", lambda: triton_kernels.Path(tmp_path))
+    monkeypatch.delitem(sources.sys.modules, sources.NAME, raising=False)
+    monkeypatch.setattr(sources, "source_folder", lambda: sources.Path(tmp_path))
     with pytest.raises(ImportError, match=r"^The Triton kernels are not in .*: install sglang-oasis again\.$"):
-        triton_kernels.load()
+        sources.load()

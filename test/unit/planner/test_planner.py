@@ -103,10 +103,10 @@ def test_a_model_that_cannot_be_planned_is_refused(change: dict[str, Any], compl
 
 @pytest.mark.parametrize("head_dim", [8, 16, 72, 80, 240, 256, 264, 272, 512])
 def test_the_heads_that_are_planned_are_those_that_the_kernels_take(head_dim: int) -> None:
-    triton_ops = pytest.importorskip("sglang_oasis.kernels.triton.triton_ops")
+    overrides = pytest.importorskip("sglang_oasis.kernels.triton.overrides")
     blocks = torch.empty(1, head_dim, device="meta")
-    with mock.patch.object(triton_ops, "triton_launches"):
-        taken = triton_ops.attend(*[blocks] * 6, 1.0, 1) is not NotImplemented
+    with mock.patch.object(overrides, "launches"):
+        taken = overrides.attend(*[blocks] * 6, 1.0, 1) is not NotImplemented
     if taken:
         assert shape_of({**KNOWN_MODELS[QWEN3_8B], "head_dim": head_dim}, "m").head_dim == head_dim
     else:

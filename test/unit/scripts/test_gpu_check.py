@@ -16,7 +16,7 @@ import torch
 from scripts.kernel_reports.cuda_report import traffic_of_qwen3_8b
 from test.gpu.check import FAILED, PASSED, PYTEST, SKIPPED, Part, Report, results_path, run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def check(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -241,7 +241,7 @@ import sys
 sys.modules["sglang"] = None
 import test.gpu.twins, benchmark.device.step, benchmark.device.kernels, benchmark.micro.zero_copy
 import sglang_oasis.engine.attention.flashinfer, sglang_oasis.engine.attention.triton
-import sglang_oasis.kernels.cuda.overrides, sglang_oasis.kernels.cuda.cuda_kernels
+import sglang_oasis.kernels.cuda.overrides, sglang_oasis.kernels.cuda.native
 assert not [name for name in sys.modules if name.startswith("sglang.")]
 """
 

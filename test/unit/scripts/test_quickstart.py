@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 server_process = importlib.import_module("server_process")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60
 TOOLS = (
     *("bash", "basename", "cat", "cp", "cut", "dirname", "env", "flock", "grep", "ls", "mkdir", "mv", "realpath", "rm"),

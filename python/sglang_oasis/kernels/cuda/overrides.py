@@ -10,8 +10,8 @@ import logging
 import torch
 from torch import Tensor
 
-from sglang_oasis.kernels.cuda import cuda_kernels
-from sglang_oasis.kernels.triton import staging_triton, triton_ops
+from sglang_oasis.kernels.cuda import native
+from sglang_oasis.kernels.triton import overrides, staging
 from sglang_oasis.ops import device_step
 from sglang_oasis.ops.device_step import DeviceAdmissions
 from sglang_oasis.ops.eviction import Maps
@@ -19,7 +19,7 @@ from sglang_oasis.ops.prediction import Ranking, predict_admissions
 
 logger = logging.getLogger(__name__)
 
-TRITON = (triton_ops, staging_triton)
+TRITON = (overrides, staging)
 """Modules that register their ops when they are imported."""
 
 _DOES_NOT_FIT = "do not fit into the shared memory"
@@ -31,7 +31,7 @@ _declined: set[tuple[object, ...]] = set()
 
 def install() -> None:
     """Use the C++ kernels from now on, if they can be built."""
-    if cuda_kernels.load() is not None:
+    if native.load() is not None:
         predict_admissions.register("cuda")(_predict_admissions)
         device_step.fetch_blocks.register("cuda")(_fetch_blocks)
 
@@ -55,7 +55,7 @@ def _predict_admissions(
         return NotImplemented
     scratch = torch.empty((len(rows), *summaries.shape[1:3]), device=queries.device)
     try:
-        cuda_kernels.fused_select(
+        native.fused_select(
             queries.contiguous(), summaries, ranking.fmt, rows, candidates, maps, averages, ranking.scale,
             ranking.tightness, ranking.decay, ranking.sinks, number, offset, cap, admissions, counters, scratch,
         )  # fmt: skip
@@ -79,6 +79,6 @@ def _fetch_blocks(
     offset: int,
 ) -> None:
     if blocks.dtype != host_kv.dtype:
-        return triton_ops.fetch_blocks(blocks, maps, host_kv, req_to_token, rows, admissions, number, offset)
-    cuda_kernels.fetch_blocks(blocks, maps, host_kv, req_to_token, rows, admissions, number, offset)
+        return overrides.fetch_blocks(blocks, maps, host_kv, req_to_token, rows, admissions, number, offset)
+    native.fetch_blocks(blocks, maps, host_kv, req_to_token, rows, admissions, number, offset)
     return None

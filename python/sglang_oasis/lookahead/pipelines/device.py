@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_oasis.lookahead.pipelines.native import PipelineStatistics
-from sglang_oasis.lookahead.selectors.bound import BoundSelector
+from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
+from sglang_oasis.lookahead.policy import AHEAD, URGENT
+from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable, fetch_blocks
 from sglang_oasis.ops.prediction import Ranking, predict_admissions
@@ -30,9 +31,6 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 
 PREDICT, TRANSFER = "predict", "transfer"
 """The side streams. A transfer is bound by the link, the next layer's prediction need not wait for it."""
-
-URGENT, AHEAD = 0, 1
-"""Offsets of the step numbers that mark what the two kinds of task select."""
 
 
 class Batch(NamedTuple):

@@ -1,6 +1,6 @@
 """The Triton implementations of the staging ops; importing this module makes them the ones that CUDA tensors use.
 
-Host tensors must be pinned, see `kernels/triton/triton_ops.py`. A launch is data, as in `kernels/triton/triton_launches.py`.
+Host tensors must be pinned, see `kernels/triton/overrides.py`. A launch is data, as in `kernels/triton/launches.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_oasis.kernels.triton.triton_launches import Launch, power_of_two
+from sglang_oasis.kernels.triton.launches import Launch, power_of_two
 from sglang_oasis.ops import staging as faces
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
 from sglang_oasis.ops.tokens import store_tokens
 
-from oasis_triton import staging as kernels  # isort: skip  (triton_launches makes it importable)
+from oasis_triton import staging as kernels  # isort: skip  (launches makes it importable)
 
 LINK_PROGRAMS = 64
 """Programs that copy over the host link: with a chunk of 8 KiB each, four times what PCIe 5 has in flight in 2 us."""

@@ -1,7 +1,8 @@
 """How each Triton kernel is launched for given tensors: grid, arguments, tile sizes.
 
-A launch is data. `kernels/triton/triton_ops.py` runs it; `scripts/kernel_reports/compile_report.py` makes it from tensors without memory and compiles
-what it would run. Nothing here looks into a tensor, so a launch depends on shapes, strides and types only.
+A launch is data. `kernels/triton/overrides.py` runs it; `scripts/kernel_reports/compile_report.py` makes it from tensors
+without memory and compiles what it would run. Nothing here looks into a tensor, so a launch depends on shapes, strides
+and types only.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_oasis.kernels.triton import triton_kernels
+from sglang_oasis.kernels.triton import sources
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SummaryFormat
 
-triton_kernels.load()
+sources.load()
 
 from oasis_triton import attention, fetch, scores, selection, summaries, tokens  # noqa: E402
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_oasis.kernels.triton import triton_launches
-from sglang_oasis.kernels.triton.triton_launches import Launch
+from sglang_oasis.kernels.triton import launches
+from sglang_oasis.kernels.triton.launches import Launch
 from sglang_oasis.ops import device_step
 from sglang_oasis.ops.device_step import serves
 from sglang_oasis.ops.dispatch import DeviceOp
@@ -34,10 +34,10 @@ def _launched(op: DeviceOp[..., None], make: Callable[..., Launch], *, of_heads:
     return op.register("cuda")(run)
 
 
-take_tokens = _launched(device_step.take_tokens, triton_launches.take_tokens)
-select_admissions = _launched(device_step.select_admissions, triton_launches.select_admissions, of_heads=False)
-fetch_blocks = _launched(device_step.fetch_blocks, triton_launches.fetch_blocks)
-summarise_blocks = _launched(device_step.summarise_blocks, triton_launches.summarise_blocks)
+take_tokens = _launched(device_step.take_tokens, launches.take_tokens)
+select_admissions = _launched(device_step.select_admissions, launches.select_admissions, of_heads=False)
+fetch_blocks = _launched(device_step.fetch_blocks, launches.fetch_blocks)
+summarise_blocks = _launched(device_step.summarise_blocks, launches.summarise_blocks)
 
 
 @device_step.score_blocks.register("cuda")
@@ -57,7 +57,7 @@ def score_blocks(
     if not serves(queries.shape[-1]):
         return NotImplemented
     scores = torch.empty((len(rows), *summaries.shape[1:3]), device=queries.device)
-    for launch in triton_launches.score_blocks(
+    for launch in launches.score_blocks(
         queries, summaries, rows, candidates, fmt, scale, tightness, averages, decay, sinks, escape, scores
     ):
         launch.run()
@@ -78,5 +78,5 @@ def attend(
     if not serves(query.shape[-1]):
         return NotImplemented
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    triton_launches.attend(query, blocks, rows, slots, kv_lengths, query_starts, scale, max_queries, out).run()
+    launches.attend(query, blocks, rows, slots, kv_lengths, query_starts, scale, max_queries, out).run()
     return out

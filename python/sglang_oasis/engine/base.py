@@ -1,0 +1,380 @@
+"""A forward pass over the tiers, without SGLang: the contract of both engines, and the order of a decode step.
+
+A pass begins with what the host knows of its rows, serves layer after layer, and ends:
+
+    prefill | begin_prefill; per layer: prefill_layer
+    decode  | begin_decode; start; per layer: decode_layer; end
+
+What `begin_decode` returns belongs to its pass, so that a draft model's passes may be planned ahead. On a device that
+drives itself `start`, the layers and `end` may be captured in a graph; `begin_decode` is what runs before a replay.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sglang_oasis.config import FETCH, LookaheadKVConfig
+from sglang_oasis.engine.clock import StepClock
+from sglang_oasis.engine.plan import DecodePlan, PrefillRow, host_pages, plan_decode
+from sglang_oasis.lookahead.counters import LookaheadCounters
+from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
+from sglang_oasis.lookahead.sources import SOURCES
+from sglang_oasis.tier.host_pool import HostPool
+from sglang_oasis.tier.integrity import check_integrity
+from sglang_oasis.tier.layout import TierLayout
+from sglang_oasis.tier.resident_tier import ResidentTier
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
+
+    Attributes:
+        rows: [n] int64 on the host.
+        generations: [n] int64 on the host; another generation of a row is another request.
+        lengths: [n] int64 on the host, committed tokens of each row, the first of its m included.
+        tokens: m.
+        first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
+        rids: request ids.
+        entries: of the tensors that the layers get, padding included; None for as many as rows.
+        device_rows: `rows` where the engine's device has them; None to copy them.
+        real: False for what warms up or is captured, which counts nowhere.
+    """
+
+    rows: Tensor
+    generations: Tensor
+    lengths: Tensor
+    tokens: int = 1
+    first: int = 0
+    rids: Sequence[str] = ()
+    entries: int | None = None
+    device_rows: Tensor | None = None
+    real: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Rows that get new prompt tokens.
+
+    Attributes:
+        rows, generations: per request, on the host.
+        prefixes: per request, tokens that the host pool has.
+        new_tokens: per request, tokens that the pass computes.
+        last_chunks: per request, whether decode follows.
+        indices: [t] int64 on the engine's device, KV indices of the new tokens.
+        device_rows: [n] int64 where the engine's device has the rows; None to copy them.
+    """
+
+    rows: Sequence[int]
+    generations: Sequence[int]
+    prefixes: Sequence[int]
+    new_tokens: Sequence[int]
+    last_chunks: Sequence[bool]
+    indices: Tensor
+    device_rows: Tensor | None = None
+
+
+class DecodeForward(NamedTuple):
+    """A decode step that has begun.
+
+    Attributes:
+        plans: one for all m tokens, or one per token.
+        entries: n, padding included.
+        tokens: m.
+    """
+
+    plans: Sequence[DecodePlan]
+    entries: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PrefillForward:
+    """A prefill pass that has begun.
+
+    Attributes:
+        rows: its rows, in batch order.
+    """
+
+    rows: Sequence[PrefillRow]
+
+
+class Observer(Protocol):
+    """Sees what each layer is about to attend to."""
+
+    def record(self, layer: int, plan: DecodePlan, tier: ResidentTier) -> None: ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an engine has counted and holds; everything that observers of a server are told comes from here.
+
+    Attributes:
+        config, layout: as it runs.
+        rows_capacity, rows_active: rows, without the padding row, and those that are live.
+        host_bytes: of the host pool, summaries included.
+        host_tokens: of the host pool.
+        device_bytes, resident_bytes, summary_bytes: of the resident tiers, of what live rows hold of them, and of these
+            rows' summaries; a draft model's are included.
+        staging_bytes, cached_tokens: of what prefill passes through, and of the tokens in its page cache.
+        counters, pipeline: counts since start-up.
+        fetch_cap: most blocks fetched ahead per KV head, layer and step.
+        step_seconds: where the time of decode steps goes.
+        recall: what audits found, None without audits.
+    """
+
+    config: LookaheadKVConfig
+    layout: TierLayout
+    rows_capacity: int
+    rows_active: int
+    host_bytes: int
+    host_tokens: int
+    device_bytes: int
+    resident_bytes: int
+    summary_bytes: int
+    staging_bytes: int
+    cached_tokens: int
+    counters: LookaheadCounters
+    pipeline: PipelineStatistics
+    fetch_cap: int
+    step_seconds: dict[str, float]
+    recall: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What both engines are made from.
+
+    Attributes:
+        config: the validated configuration.
+        layout: sizes of the tiers.
+        host: the pool of record.
+        num_rows: S, rows of the resident tier; row 0 is padding.
+        req_to_token: SGLang's table of KV indices, int32, where the engine's device has it; a row of it per row that a
+            batch may have, and one of padding.
+        scales: softmax scale of each layer.
+        integrity_interval: decode steps between two checks of every invariant, 0 for none.
+    """
+
+    config: LookaheadKVConfig
+    layout: TierLayout
+    host: HostPool
+    num_rows: int
+    req_to_token: Tensor
+    scales: Sequence[float]
+    integrity_interval: int = 0
+
+
+class Engine(ABC):
+    """Serves the layers of forward passes from the tiers.
+
+    Args:
+        setup: what to serve.
+        device: of the resident tier.
+
+    Attributes:
+        tier: the resident tier.
+        tiers: all that follow the same rows: this one, and a draft model's.
+        counters: counts since start-up.
+        observer: sees what decode attends to, None for nobody; it looks into the tiers between two kernels.
+        clock: where the time of decode steps goes.
+    """
+
+    captured: bool
+    """Whether steps may be captured in graphs: batches are padded, and some are made up."""
+
+    def __init__(self, setup: EngineSetup, device: torch.device) -> None:
+        self.config, self.layout, self.host = setup.config, setup.layout, setup.host
+        self.tier = ResidentTier(setup.layout, setup.num_rows, device)
+        self.tiers = [self.tier]
+        self.counters = LookaheadCounters()
+        self.observer: Observer | None = None
+        self.clock = StepClock(runs=not self.captured)
+        self.scales = tuple(setup.scales)
+        self._req_to_token = setup.req_to_token
+        self._integrity_interval = setup.integrity_interval
+        self._source = SOURCES.find(setup.config.source)
+        self._fetches = setup.config.miss_policy == FETCH
+        self._sparse = setup.layout.sparse_layers
+        self._passes_begun = 0
+
+    # --- prefill ---
+
+    @abstractmethod
+    def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
+        """Plan an extend pass; rows in their last chunk are claimed."""
+
+    @abstractmethod
+    def prefill_layer(
+        self, forward: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+    ) -> Tensor:
+        """Attend to the prompts, dense and causal, and build the rows that decode next.
+
+        Args:
+            forward: what `begin_prefill` returned.
+            layer: layer of this rank.
+            query: [t, H*G, D]; tokens behind those of the batch are padding.
+            key, value: [t, H, D].
+            indices: [t] int64, KV indices.
+
+        Returns:
+            [t, H*G, D].
+        """
+
+    # --- decode ---
+
+    def begin_decode(self, batch: DecodeBatch) -> DecodeForward:
+        """Plan a decode step and move the rows' windows on to it; not part of a captured graph."""
+        if batch.real and batch.first == 0:
+            self._count_step()
+        plans = plan_decode(
+            self.tier,
+            number=self._passes_begun + 1,
+            rows=batch.rows,
+            generations=batch.generations,
+            lengths=batch.lengths,
+            rids=batch.rids,
+            req_to_token=None if self.captured else self._req_to_token,
+            tokens=batch.tokens,
+            first=batch.first,
+            singly=batch.tokens > 1 and self._fetches,
+        )
+        self._passes_begun += len(plans)
+        entries = len(batch.rows) if batch.entries is None else batch.entries
+        forward = DecodeForward(plans, entries, batch.tokens)
+        self._load(forward, batch)
+        return forward
+
+    @abstractmethod
+    def start(self, forward: DecodeForward, indices: Tensor) -> None:
+        """Do what precedes the first layer; part of a captured graph.
+
+        Args:
+            forward: what `begin_decode` returned.
+            indices: [n * m] int64, KV indices of the new tokens.
+        """
+
+    def decode_layer(
+        self, forward: DecodeForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+    ) -> Tensor:
+        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each.
+
+        Args:
+            forward: what `begin_decode` returned.
+            layer: layer of this rank.
+            query: [n * m, H*G, D]; a row's tokens are neighbours.
+            key, value: [n * m, H, D].
+            indices: [n * m] int64, KV indices.
+
+        Returns:
+            [n * m, H*G, D].
+        """
+        self.clock.enter_layer()
+        self._arrive(layer, key, value, indices)
+        self.clock.lap("write_through")
+        passes, outs = len(forward.plans), []
+        for number, plan in enumerate(forward.plans):
+            taken = slice(number, None, passes)
+            self._prepare(forward, number, layer, query[taken], key[taken], value[taken], indices[taken])
+            self.clock.lap("prepare")
+            if self.observer is not None:
+                self.observer.record(layer, plan, self.tier)
+            outs.append(self._attend(forward, number, layer, query[taken]))
+            self.clock.lap("attention")
+        self._look_ahead(forward, layer, query)
+        self.clock.lap("look_ahead")
+        return outs[0] if passes == 1 else torch.stack(outs, dim=1).flatten(0, 1)
+
+    @abstractmethod
+    def end(self) -> None:
+        """Do what follows the last layer; part of a captured graph."""
+
+    # --- the parts of a decode step ---
+
+    @abstractmethod
+    def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
+        """Get ready for a step that was planned."""
+
+    @abstractmethod
+    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
+        """Wait for the layer's own transfer; the new tokens may be stored from then on."""
+
+    @abstractmethod
+    def _prepare(
+        self,
+        forward: DecodeForward,
+        number: int,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor,
+    ) -> None:
+        """Take a pass's tokens into the resident tier; fetch what it misses, where misses are fetched."""
+
+    @abstractmethod
+    def _attend(self, forward: DecodeForward, number: int, layer: int, query: Tensor) -> Tensor:
+        """Attention of a pass over the resident slots."""
+
+    @abstractmethod
+    def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
+        """Start predicting, selecting and transferring what the next step will need; all m queries are given."""
+
+    # --- what others ask ---
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Bring both tiers up to date, so that the host may look into them."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """What was counted and is held."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the background threads."""
+
+    def check_integrity(self) -> None:
+        """Verify every invariant of the tiers.
+
+        Raises:
+            IntegrityError: names the layer, the row and the invariant.
+        """
+        self.settle()
+        check_integrity(self.tier, self.host, self.pages_of)
+
+    def pages_of(self, row: int, blocks: int) -> Tensor:
+        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
+        size = self.layout.block_size
+        return host_pages(self._req_to_token, row, blocks * size, size).long()
+
+    def _count_step(self) -> None:
+        self.counters.decode_steps += 1
+        if self._integrity_interval and self.counters.decode_steps % self._integrity_interval == 0:
+            self.check_integrity()
+
+    def _snapshot(
+        self, counters: LookaheadCounters, pipeline: PipelineStatistics, fetch_cap: int, **others: Any
+    ) -> Snapshot:
+        return Snapshot(
+            config=self.config,
+            layout=self.layout,
+            rows_capacity=self.tier.num_rows - 1,
+            rows_active=len(self.tier.rows),
+            host_bytes=self.host.nbytes,
+            host_tokens=(self.host.num_pages - 1) * self.layout.block_size,
+            device_bytes=sum(tier.num_rows * tier.layout.row_bytes for tier in self.tiers),
+            resident_bytes=sum(tier.used_bytes for tier in self.tiers),
+            summary_bytes=sum(tier.used_summary_bytes for tier in self.tiers),
+            counters=counters,
+            pipeline=pipeline,
+            fetch_cap=fetch_cap,
+            step_seconds=dict(self.clock.seconds),
+            **others,
+        )

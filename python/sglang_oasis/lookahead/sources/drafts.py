@@ -1,0 +1,15 @@
+"""The queries of tokens that are expected to follow (OasisKV, DualDecoder): drafts, or the model's own guess."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang_oasis.config import DRAFT, DUAL
+from sglang_oasis.lookahead.sources.base import SOURCES
+
+
+@SOURCES.register(DRAFT)
+@SOURCES.register(DUAL)
+def drafts(queries: Tensor) -> Tensor:
+    """All but the first of the m; the first where a step has no drafts."""
+    return queries[:, 1:] if queries.shape[1] > 1 else queries

@@ -1,0 +1,14 @@
+"""The query of the newest committed token (InfiniGen, FreeKV): what is known without a guess."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang_oasis.config import LAST_QUERY
+from sglang_oasis.lookahead.sources.base import SOURCES
+
+
+@SOURCES.register(LAST_QUERY)
+def last_query(queries: Tensor) -> Tensor:
+    """The first of the m."""
+    return queries[:, :1]

@@ -1,0 +1,65 @@
+"""Finds by name what may be added to the product, here or in another package.
+
+Another package adds to a registry by an entry point of its group, whose name is the value of the flag:
+
+    [project.entry-points."sglang_oasis.selectors"]
+    mine = "my_package:MySelector"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from sglang_oasis.errors import LookaheadKVError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """What one flag chooses from.
+
+    Args:
+        flag: the flag.
+        group: entry-point group of what other packages add.
+    """
+
+    def __init__(self, flag: str, group: str) -> None:
+        self._flag, self._group = flag, group
+        self._found: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: make the decorated object available under a name."""
+
+        def decorate(entry: T) -> T:
+            self._found[name] = entry
+            return entry
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """All that may be chosen, those of other packages included."""
+        return sorted({*self._found, *(point.name for point in entry_points(group=self._group))})
+
+    def find(self, name: object) -> T:
+        """What is registered under a name; this package's own come first.
+
+        Raises:
+            LookaheadKVError: there is none, or it cannot be imported.
+        """
+        if isinstance(name, str) and name in self._found:
+            return self._found[name]
+        for point in entry_points(group=self._group):
+            if point.name == name:
+                return self._found.setdefault(point.name, self._load(point.name, point.load))
+        raise LookaheadKVError(f"{self._flag} must be one of {', '.join(self.names())}, got {name}.")
+
+    def _load(self, name: str, load: Callable[[], T]) -> T:
+        try:
+            return load()
+        except Exception as error:  # another package's code
+            raise LookaheadKVError(
+                f"{self._flag} {name} cannot be imported ({type(error).__name__}: {error}): "
+                f"mend or remove the package that provides it."
+            ) from error
