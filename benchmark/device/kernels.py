@@ -2,8 +2,8 @@
 
     python -m benchmark.device.kernels --json build/device_kernels.json
 
-Bytes are those of `scripts/kernel_reports/traffic.py` and `scripts/kernel_reports/cuda_report.py`. Calls go round several layers in one CUDA graph, more than
-L2 holds, and something else is written before each repeat, so that nothing is found in L2. Ceilings:
+Bytes are those of `traffic.py` and `cuda_report.py` in scripts/kernel_reports. Calls go round several layers in one
+CUDA graph, more than L2 holds, and something else is written before each repeat, so that nothing is found in L2. Ceilings:
 
     device copy     a large tensor to another one, bytes read plus bytes written
     host to device  the copy engine, from pinned memory; device to host likewise
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.device.decoder import captured
 from benchmark.device.timing import Spread, time_of
 from scripts.kernel_reports import traffic
 from scripts.kernel_reports.cuda_report import fetch_traffic, select_traffic
@@ -31,6 +30,7 @@ from sglang_oasis.ops import device_step
 from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.staging import PageCopies, TokenRuns, stage_pages, write_back
+from sglang_oasis.testing.graphs import captured
 from sglang_oasis.tier.host_memory.pinned import pinned_allocator
 from sglang_oasis.tier.host_pool import Allocate, pageable
 

@@ -2,8 +2,8 @@
 
     python -m benchmark.device.step --json build/device_step.json
 
-Weights are random, queries are scripted (`benchmark/micro/stack.py`). Dense: all KV in device memory, as many rows as fit
-into it, attention by FlashInfer's paged kernel or, where FlashInfer is absent, by torch's flash attention over
+Weights are random, queries are scripted (`benchmark/micro/stack.py`). Dense: all KV in device memory, as many rows as
+fit into it, attention by FlashInfer's paged kernel or, where FlashInfer is absent, by torch's flash attention over
 contiguous KV. Lookahead: as many rows as fit into the same memory, KV in pinned host memory. Both steps are captured in
 a CUDA graph. Where pinned memory is short, several rows read the prompts of the same few contexts; what a row fetches
 depends on its own queries, so the link moves as much. A step's time is that between two steps that follow each other,
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark.device.decoder import DeviceDecoder, captured
 from benchmark.device.timing import Marks, Spread
 from benchmark.micro.stack import (
     BLOCK,
@@ -45,8 +44,11 @@ from scripts.kernel_reports.report_file import report_file
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.engine.attention.base import AttentionSetup
 from sglang_oasis.engine.attention.choice import choose_attention
+from sglang_oasis.engine.base import DecodeBatch, EngineSetup
+from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.streams import streams_of
+from sglang_oasis.testing.graphs import captured
 from sglang_oasis.tier.host_memory.available import available_host_bytes
 from sglang_oasis.tier.host_memory.pinned import pinned_allocator
 from sglang_oasis.tier.host_pool import Allocate, HostPool, pageable
@@ -167,7 +169,7 @@ class LookaheadStep:
         steps: most steps.
 
     Attributes:
-        decoder: the tiers and what drives them.
+        engine: the product's.
         attention: what attends.
     """
 
@@ -190,22 +192,22 @@ class LookaheadStep:
         setup = AttentionSetup(layout, shape.query_heads, DTYPE, shape.scale, device, streams_of(device))
         attention = choose_attention(setup)
         self.attention = type(attention.decode).__name__
-        self.decoder = DeviceDecoder(
-            config, layout, self._host, self._req_to_token, query_heads=shape.query_heads, scale=shape.scale,
-            attention=attention,
-        )  # fmt: skip
+        self.engine = DeviceEngine(
+            EngineSetup(config, layout, self._host, shape.batch + 1, self._req_to_token, [shape.scale] * shape.layers),
+            DeviceSetup(device, shape.query_heads, DTYPE, attention=attention),
+        )
         directions = topic_directions(shape, device)
         self._queries = scripted_queries(shape, steps, directions)
         self._build(contexts, directions)
         self._hidden = torch.randn(shape.batch, shape.hidden, device=device).to(DTYPE)
         self._query = torch.zeros_like(self._queries[0])
         self._indices = torch.zeros(shape.batch, dtype=torch.int64, device=device)
-        self._rows = list(range(1, shape.batch + 1))
+        self._rows = torch.arange(1, shape.batch + 1)
         self._decoded = 0
 
     def _build(self, contexts: int, directions: Tensor) -> None:
         """Prompts in the host pool, and every row's first resident set, as the last chunk of a prefill makes it."""
-        shape, tier, blocks = self._shape, self.decoder.tier, self._shape.context // BLOCK
+        shape, tier, blocks = self._shape, self.engine.tier, self._shape.context // BLOCK
         window = tier.window(shape.context)
         for context in range(contexts):
             topics, first = block_topics(blocks), 1 + context * blocks
@@ -215,7 +217,7 @@ class LookaheadStep:
                 self._host.kv[layer][first : first + blocks].copy_(kv)
                 for row in rows:
                     startup = self._queries[:STARTUP_QUERIES, layer, row - 1]
-                    self.decoder.controller.build(layer, row, window, kv, 0, startup)
+                    self.engine.build(layer, row, window, kv, 0, startup)
         for row in range(1, shape.batch + 1):
             tier.rows.claim(row, 1, shape.context)
 
@@ -224,32 +226,34 @@ class LookaheadStep:
         length = self._shape.context + self._decoded + 1
         self._query.copy_(self._queries[STARTUP_QUERIES + self._decoded])
         self._indices.copy_(self._req_to_token[1:, length - 1])
-        self.decoder.load(self._rows, [length] * len(self._rows), len(self._rows))
+        lengths = torch.full_like(self._rows, length)
+        self._forward = self.engine.begin_decode(DecodeBatch(self._rows, torch.ones_like(self._rows), lengths))
         self._decoded += 1
 
     def run(self) -> None:
         hidden = self._hidden
-        self.decoder.begin_step()
+        forward = self._forward
+        self.engine.start(forward, self._indices)
         for layer, query in enumerate(self._query):
             key, value = self._model.key_value(layer, hidden)
-            attended = self.decoder.attend(layer, self._indices, query, key, value)
+            attended = self.engine.decode_layer(forward, layer, query, key, value, self._indices)
             hidden = self._model.after_attention(layer, hidden, attended)
         self._model.logits(hidden)
-        self.decoder.end_step()
+        self.engine.end()
 
     def load_without_predictions(self) -> None:
         self.load()
-        for table in self.decoder.controller.tables:
+        for table in self.engine.tables:
             table.current.candidates.zero_()
             table.previous.candidates.zero_()
 
     def fetch_nothing(self) -> None:
         """From now on."""
-        self.decoder.controller.pipeline._cap.zero_()
+        self.engine.pipeline._cap.zero_()
 
     def fetched(self) -> int:
         """Blocks, by all steps so far."""
-        return int(self.decoder.controller.pipeline.counters[1, 0])
+        return int(self.engine.pipeline.counters[1, 0])
 
     @property
     def steps(self) -> int:

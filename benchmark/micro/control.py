@@ -2,10 +2,10 @@
 
     python -m benchmark.micro.control
 
-Both on `benchmark/micro/stack.py`, in this process. The link: every fetch ratio decodes the same steps in three phases, with
-the link free, throttled to a tenth of its measured rate, and free again. Of a phase, the first steps, in which the cap
-finds out, count only where the table says so. The audit: blocks of steps with and without it alternate, each from the
-same context on; ratios are of neighbouring blocks.
+Both on `benchmark/micro/stack.py`, in this process. The link: every fetch ratio decodes the same steps in three
+phases, with the link free, throttled to a tenth of its measured rate, and free again. Of a phase, the first steps, in
+which the cap finds out, count only where the table says so. The audit: blocks of steps with and without it
+alternate, each from the same context on; ratios are of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang_oasis.kernels.cpu import native, overrides
 from sglang_oasis.lookahead import audit
 from sglang_oasis.lookahead.audit import Audit
 from sglang_oasis.lookahead.fetch_cap import AdaptiveCap
-from sglang_oasis.lookahead.pipelines.native import NativePipeline
+from sglang_oasis.testing.throttle import throttle
 
 RATIOS = (None, DEFAULT_FETCH_RATIO, 1.0)
 """None adapts; it comes first, because it measures the link."""
@@ -168,16 +168,16 @@ class TimedAudit(Audit):
 
 def decode(decoder: Decoder, steps: int) -> list[Sample]:
     """Time steps one by one."""
-    controller, samples = decoder.controller, []
-    selected = decoder.tier.layers[0].selected
-    before, start = controller.pipeline.statistics(), time.perf_counter()
+    engine, samples = decoder.engine, []
+    selected = engine.tier.layers[0].selected
+    before, start = engine.pipeline.statistics(), time.perf_counter()
     for _ in range(steps):
         decoder.step()
-        after, end = controller.pipeline.statistics(), time.perf_counter()
+        after, end = engine.pipeline.statistics(), time.perf_counter()
         samples.append(
             Sample(
                 end - start,
-                controller.cap.blocks(selected),
+                engine.cap.blocks(selected),
                 after.fetched - before.fetched,
                 after.deferred - before.deferred,
                 after.stall_seconds - before.stall_seconds,
@@ -196,18 +196,16 @@ def through_phases(decoder: Decoder, setup: Setup, throttled: float | None) -> t
         setup: how many steps.
         throttled: bytes per second of the throttled link, None for the measured rate by SLOWDOWN.
     """
-    controller = decoder.controller
-    pipeline = controller.pipeline
-    assert isinstance(pipeline, NativePipeline)
+    engine = decoder.engine
     decoder.begin()
     decode(decoder, setup.warm_up)
     phases = [decode(decoder, setup.phase)]
     if throttled is None:
-        assert isinstance(controller.cap, AdaptiveCap)
-        assert controller.cap.link_bytes_per_second is not None
-        throttled = controller.cap.link_bytes_per_second / SLOWDOWN
+        assert isinstance(engine.cap, AdaptiveCap)
+        assert engine.cap.link_bytes_per_second is not None
+        throttled = engine.cap.link_bytes_per_second / SLOWDOWN
     for rate in (throttled, 0.0):
-        pipeline.throttle(rate)
+        throttle(engine.pipeline, rate)
         phases.append(decode(decoder, setup.phase))
     return phases, throttled
 
@@ -281,12 +279,12 @@ def time_block(
     decoder: Decoder, workload: Workload, setup: Setup, audited: bool
 ) -> tuple[float, list[tuple[float, float]]]:
     """(seconds of a block of steps, times of its audits)."""
-    watching = TimedAudit(decoder.tier, workload.host, AUDIT_INTERVAL, workload.pages_of) if audited else None
+    watching = TimedAudit(decoder.engine.tier, workload.host, AUDIT_INTERVAL, workload.pages_of) if audited else None
     decoder.begin()
-    decoder.audit = watching
+    decoder.engine.audit = watching
     decode(decoder, AUDIT_WARM_UP)
     seconds = sum(sample.seconds for sample in decode(decoder, setup.block))
-    decoder.audit = None
+    decoder.engine.audit = None
     if watching is None:
         return seconds, []
     watching.close()

@@ -30,8 +30,9 @@ from matplotlib.figure import Figure
 from benchmark import report
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.kernels.cpu import native, overrides
-from sglang_oasis.lookahead.pipelines.native import NativePipeline, PredictionStep
-from sglang_oasis.lookahead.selectors.bound import BoundSelector
+from sglang_oasis.lookahead.pipelines.base import PredictionStep
+from sglang_oasis.lookahead.pipelines.native import NativePipeline
+from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout

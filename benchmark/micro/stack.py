@@ -1,4 +1,4 @@
-"""A decoding model in this process: the product's tiers and controller between matmuls of the reference model's sizes.
+"""A decoding model in this process: the product's engine between matmuls of the reference model's sizes.
 
 Weights are random, and so the queries that the selector sees are scripted: each row attends to one of a few topics, of
 which it changes every now and then at once, and to something that drifts. The keys of a context's blocks belong to
@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from sglang_oasis.config import AUTO, LookaheadKVConfig
-from sglang_oasis.engine.plan import DecodePlan, host_pages, plan_decode, plan_prefill
-from sglang_oasis.lookahead.audit import Audit
-from sglang_oasis.lookahead.controller import STARTUP_QUERIES, LookaheadController
-from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.engine.base import DecodeBatch, EngineSetup
+from sglang_oasis.engine.host import HostEngine
+from sglang_oasis.engine.plan import host_pages
+from sglang_oasis.lookahead.startup import STARTUP_QUERIES
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
-from sglang_oasis.tier.resident_tier import ResidentTier
 
 BLOCK = 16
 DTYPE = torch.bfloat16
@@ -205,7 +204,7 @@ def lay_out(shape: Shape, steps: int, ratio: float | None) -> tuple[LookaheadKVC
 
 
 class Decoder:
-    """Decodes the workload as the attention backend does.
+    """Decodes the workload with the host's engine.
 
     Args:
         shape: the sizes.
@@ -214,82 +213,53 @@ class Decoder:
         config, layout: of the tiers.
 
     Attributes:
-        tier, controller: the product's.
-        audit: looks at the steps, None for none; may be changed between steps.
+        engine: the product's; its audit may be changed between steps.
     """
 
     def __init__(
         self, shape: Shape, model: Model, workload: Workload, config: LookaheadKVConfig, layout: TierLayout
     ) -> None:
         self._shape, self._model, self._workload = shape, model, workload
-        self.tier = ResidentTier(layout, shape.batch + 1, torch.device("cpu"))
-        self.controller = LookaheadController(config, self.tier, workload.host)
-        self.audit: Audit | None = None
+        scales = [shape.scale] * shape.layers
+        self.engine = HostEngine(
+            EngineSetup(config, layout, workload.host, shape.batch + 1, workload.req_to_token, scales)
+        )
         self._rows = torch.arange(1, shape.batch + 1)
-        self._generation = self._passes = self._decoded = 0
+        self._generation = self._decoded = 0
 
     @torch.inference_mode()
     def begin(self) -> None:
         """New requests with the contexts as their prompts take all rows."""
-        shape, workload = self._shape, self._workload
-        self.controller.pipeline.drain()
+        shape, workload, engine = self._shape, self._workload, self.engine
+        engine.settle()
         self._generation += 1
         self._decoded = 0
-        plan = plan_prefill(
-            self.tier,
-            rows=self._rows.tolist(),
-            generations=[self._generation] * shape.batch,
-            prefixes=[0] * shape.batch,
-            new_tokens=[shape.context] * shape.batch,
-            last_chunks=[True] * shape.batch,
-            req_to_token=workload.req_to_token,
-        )
-        for layer in range(shape.layers):
-            for entry, request in enumerate(plan.requests):
-                startup = workload.queries[:STARTUP_QUERIES, layer, entry]
-                self.controller.build(layer, request.row, request.window, request.pages, startup, shape.scale)
+        window = engine.tier.window(shape.context)
+        for row in self._rows.tolist():
+            engine.tier.rows.claim(row, self._generation, shape.context)
+            pages = engine.pages_of(row, window.open_block + 1)
+            for layer in range(shape.layers):
+                engine.build(layer, row, window, pages, workload.queries[:STARTUP_QUERIES, layer, row - 1])
 
     @torch.inference_mode()
     def step(self) -> None:
         """Decode one token of every row."""
-        shape = self._shape
-        plan = self._plan()
-        if self.audit is not None:
-            self.audit.begin(plan.step)
-        written = self._workload.req_to_token[self._rows, shape.context + self._decoded].long()
+        shape, engine = self._shape, self.engine
+        length = shape.context + self._decoded + 1
+        forward = engine.begin_decode(
+            DecodeBatch(self._rows, torch.full_like(self._rows, self._generation), torch.full_like(self._rows, length))
+        )
+        written = self._workload.req_to_token[self._rows, length - 1].long()
+        engine.start(forward, written)
         hidden = torch.randn(shape.batch, shape.hidden).to(DTYPE)
         for layer, query in enumerate(self._workload.queries[STARTUP_QUERIES + self._decoded]):
             key, value = self._model.key_value(layer, hidden)
-            attended = self._attend(layer, plan, written, query, key, value)
+            attended = engine.decode_layer(forward, layer, query, key, value, written)
             hidden = self._model.after_attention(layer, hidden, attended)
+        engine.end()
         self._model.logits(hidden)
         self._decoded += 1
 
-    def _attend(
-        self, layer: int, plan: DecodePlan, written: Tensor, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        scale, step, resident = self._shape.scale, plan.step, self.tier.layers[layer]
-        self.controller.write_through(layer, written, key, value)
-        if self.audit is not None:
-            self.audit.observe(layer, step, query, scale)
-        self.controller.prepare(layer, step, query, key, value, scale)
-        out = paged_attention(query, resident.blocks, *plan.resident(resident.selected), scale)
-        self.controller.look_ahead(layer, step, query, scale)
-        return out
-
-    def _plan(self) -> DecodePlan:
-        self._passes += 1
-        (plan,) = plan_decode(
-            self.tier,
-            number=self._passes,
-            rows=self._rows,
-            generations=torch.full_like(self._rows, self._generation),
-            lengths=torch.full_like(self._rows, self._shape.context + self._decoded + 1),
-            rids=[],
-            req_to_token=self._workload.req_to_token,
-        )
-        return plan
-
     def close(self) -> None:
         """End the background threads."""
-        self.controller.close()
+        self.engine.close()

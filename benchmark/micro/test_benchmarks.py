@@ -9,7 +9,7 @@ import pytest
 
 from benchmark.micro.control import PHASES, Setup, measure
 from benchmark.micro.stack import Shape
-from benchmark.serving.throughput.token_times import decoding
+from benchmark.serving.token_times import decoding
 
 
 def test_decode_throughput_is_that_of_the_requests_which_decode_together() -> None:

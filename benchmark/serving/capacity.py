@@ -1,7 +1,7 @@
 """How many long requests decode at once in the same device KV bytes: stock SGLang against lookahead KV.
 
-    python -m benchmark.serving.throughput.capacity                 # the whole reference model
-    python -m benchmark.serving.throughput.capacity --layers 4      # its first four layers: the same ratio, much faster
+    python -m benchmark.serving.capacity                 # the whole reference model
+    python -m benchmark.serving.capacity --layers 4      # its first four layers: the same ratio, much faster
 
 The device budget is what the full KV cache of R requests takes. Stock SGLang gets it as its KV pool; lookahead KV gets
 it for resident blocks, head maps and summaries. Distinct prompts arrive at once; the figure is the largest

@@ -1,6 +1,6 @@
 """What one decode step of the whole model costs, and where the time goes.
 
-    python -m benchmark.serving.throughput.decode_step
+    python -m benchmark.serving.decode_step
 
 For each batch size, all backends run at the same time, each on a server that sleeps while it has nothing to do, and
 take turns: every repeat passes all contexts of all backends, so that a slow minute of the machine slows them all. They

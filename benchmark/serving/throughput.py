@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmark import report
-from benchmark.serving.throughput.token_times import decoding
+from benchmark.serving.token_times import decoding
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server, launch_server

@@ -1,7 +1,7 @@
 """How well each source predicts what the next step attends to, and what the working set that follows it captures.
 
     python -m benchmark.studies.agreement --head assets/eagle3-smollm2-135m
-    python -m benchmark.studies.agreement --texts needles --contexts 4096 --windows 1      # a small part, without EAGLE-3
+    python -m benchmark.studies.agreement --texts needles --contexts 4096 --windows 1   # a small part, without EAGLE-3
 
 The reference model reads texts densely, in float32, and is forced to decode their last tokens. From what each source
 looks ahead with, the product's selector predicts K blocks for the next step. Agreement is the part of them that the
@@ -51,7 +51,7 @@ from benchmark.studies.working_set import Smoothing, simulate, smooth
 from scripts.eagle3.head import Head
 from sglang_oasis.config import LookaheadKVConfig
 from sglang_oasis.kernels.cpu import native
-from sglang_oasis.lookahead.selectors.bound import find_selector
+from sglang_oasis.lookahead.selectors import SELECTORS
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, summarise
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.sparse_reference import SparseReference
@@ -120,7 +120,7 @@ class Blocks:
 def rank(layer: Layer, queries: Tensor, candidates: Tensor) -> Tensor:
     """[m, H, N]: the product's scores, before the sinks are set to infinity, for `queries` [m, Q, Hq, D]."""
     records = summarise(layer.blocks, SUMMARY).expand(len(queries), -1, -1, -1).contiguous()
-    return find_selector(PRODUCT.selector)(queries, records, SUMMARY, candidates, layer.scale)
+    return SELECTORS.find(PRODUCT.selector)(queries, records, SUMMARY, candidates, layer.scale)
 
 
 def quiet_before(mass: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from benchmark import report
-from benchmark.serving.throughput.decode_step import FEW, generate
-from benchmark.serving.throughput.throughput import kv_bytes_per_token
+from benchmark.serving.decode_step import FEW, generate
+from benchmark.serving.throughput import kv_bytes_per_token
 from scripts.eagle3.prompts import chat_prompts, question_tokens
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.corpus import real_text_tokens

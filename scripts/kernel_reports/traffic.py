@@ -1,6 +1,7 @@
 """Bytes that each Triton kernel moves in one layer of a decode step, beside those that any kernel would have to move.
 
-`python -m scripts.kernel_reports.traffic` prints the table of docs/kernels.md. A test counts what interpreted kernels touch.
+`python -m scripts.kernel_reports.traffic` prints the table of docs/kernels.md. A test counts what
+interpreted kernels touch.
 """
 
 from __future__ import annotations

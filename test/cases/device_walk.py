@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 from sglang_oasis.config import LookaheadKVConfig, Speculation
 from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 from sglang_oasis.engine.attention.flashinfer import FlashInferDecode, FlashInferPrefill
-from sglang_oasis.engine.device import DeviceAttentionBackend
+from sglang_oasis.engine.base import EngineSetup
+from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.kernels.triton.launches import Launch
-from sglang_oasis.serving.lookahead_backend import LAST_CHUNKS_ATTRIBUTE, ROWS_ATTRIBUTE
+from sglang_oasis.serving.lookahead_backend import LookaheadBackend
+from sglang_oasis.serving.notes import notes_of
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from test.cases.device_ops import cuda_ops_on
@@ -170,6 +172,12 @@ class PlannedWrapper:
         return out
 
 
+class Runner(SimpleNamespace):
+    """What stands for SGLang's model runner."""
+
+    __hash__ = object.__hash__
+
+
 class Server:
     """The backend of a small model on the meta device, and what SGLang would tell it.
 
@@ -197,7 +205,7 @@ class Server:
         )  # fmt: skip
         self.layers = [RadixAttention(HEADS * GROUP, DIM, SCALE, HEADS, layer) for layer in range(LAYERS)]
         self.pool = ReqToTokenPool(ROWS, CONTEXT + BLOCK, "meta", enable_memory_saver=False)
-        self.runner: Any = SimpleNamespace(
+        self.runner: Any = Runner(
             model=torch.nn.ModuleList(self.layers),
             device="meta",
             dtype=torch.bfloat16,
@@ -214,22 +222,23 @@ class Server:
         attention = DeviceAttention(
             FlashInferDecode(setup, workspace, PlannedWrapper), FlashInferPrefill(setup, workspace, PlannedWrapper)
         )
-        with contextlib.ExitStack() as stack:
-            if flashinfer:
-                stack.enter_context(mock.patch.object(device_backend, "choose_attention", return_value=attention))
-            self.backend = DeviceAttentionBackend(
-                self.runner, config, layout, host, cache_bytes=20 * LAYERS * HEADS * layout.chunk_bytes,
-                streams=walk.streams,
-            )  # fmt: skip
+        cache_bytes = 20 * LAYERS * HEADS * layout.chunk_bytes
+        self.engine = DeviceEngine(
+            EngineSetup(config, layout, host, ROWS + 1, self.pool.req_to_token, [SCALE] * LAYERS),
+            DeviceSetup(
+                DEVICE, HEADS * GROUP, torch.bfloat16, cache_bytes, walk.streams, attention if flashinfer else None
+            ),
+        )
+        self.backend = LookaheadBackend(self.runner, self.engine)
         # Layers of the page cache, and the counters of urgent fetches and of predictions.
-        walk.separate(self.backend.staging.cache.arena, self.backend.controller.pipeline.counters)
+        walk.separate(self.engine.staging.cache.arena, self.engine.pipeline.counters)
         self.drafts = drafts
 
     def prefill(
         self, rows: Sequence[int], prefixes: Sequence[int], new_tokens: Sequence[int], last: bool = True
     ) -> None:
         total = sum(new_tokens)
-        setattr(self.runner, LAST_CHUNKS_ATTRIBUTE, [last] * len(rows))
+        notes_of(self.runner).last_chunks = [last] * len(rows)
         self._forward(
             ForwardMode.EXTEND,
             rows,
@@ -255,7 +264,7 @@ class Server:
 
     def note_rows(self, rows: Sequence[int]) -> None:
         """What the seam on `ForwardBatch.init_new` notes."""
-        setattr(self.runner, ROWS_ATTRIBUTE, list(rows))
+        notes_of(self.runner).rows = list(rows)
 
     @staticmethod
     def indices(count: int) -> Tensor:

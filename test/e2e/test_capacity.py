@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmark.serving.throughput.capacity import Workload, measure
+
+from benchmark.serving.capacity import Workload, measure
 
 pytestmark = pytest.mark.e2e
 

@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels against their references: the cases of test/unit/kernels/test_cuda_kernels.py, built for the GPU."""
+"""The CUDA C++ kernels against their references: the unit tests' cases, built for the GPU."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark.device.decoder import captured
 from sglang_oasis.engine.attention.base import AttentionSetup
 from sglang_oasis.engine.attention.flashinfer import WORKSPACE_BYTES, FlashInferDecode, FlashInferPrefill
 from sglang_oasis.engine.plan import DecodePlan
@@ -18,6 +17,7 @@ from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.staging import PageCopies, TokenRuns
 from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.ops.summary import SUMMARY_FORMATS
+from sglang_oasis.testing.graphs import captured
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.prefill.plan import PageTable, StagedGroup
 from sglang_oasis.tier.window import Windows

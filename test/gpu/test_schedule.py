@@ -44,5 +44,5 @@ def test_replays_equal_eager_steps_and_the_references(
         twins.decode([3, 1, 2], entries=4, accepted=step % (1 + drafts))
     for _ in range(1 if tiny else 2):
         twins.decode([2], entries=2)
-    assert int(twins.device.decoder.controller.pipeline.counters[1, 0]) > 0, "nothing was fetched"
+    assert int(twins.device.engine.pipeline.counters[1, 0]) > 0, "nothing was fetched"
     assert twins.excused <= 0.02 * twins.compared

@@ -1,4 +1,4 @@
-"""Every Triton kernel against its reference; the cases of test/unit/kernels/test_triton_ops.py in shapes that compile once."""
+"""Every Triton kernel against its reference; the unit tests' cases in shapes that compile once."""
 
 from __future__ import annotations
 

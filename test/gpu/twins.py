@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmark.device.decoder import DeviceDecoder, LayerInputs, captured
 from sglang_oasis.config import LookaheadKVConfig, Speculation
 from sglang_oasis.engine.attention import flashinfer, triton
 from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
+from sglang_oasis.engine.base import DecodeBatch, DecodeForward, EngineSetup, PrefillBatch
+from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.ops.streams import streams_of
+from sglang_oasis.testing.graphs import captured
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from test.cases.places import CPU, Place, kernels_everywhere
@@ -26,6 +28,19 @@ NEAR_TIE = 2e-4
 """Relative difference below which scores may rank in either order."""
 TOLERANCE = 3e-2
 """Of attention in bfloat16 on both sides."""
+
+
+class LayerInputs(NamedTuple):
+    """Of all layers, for t tokens.
+
+    Attributes:
+        queries: [layers, t, H*G, D].
+        keys, values: [layers, t, H, D].
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class Sizes(NamedTuple):
@@ -99,11 +114,39 @@ class Side:
         order[1:] = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(0)).view(sizes.rows - 1, -1)
         indices = order[:, :, None] * sizes.block_size + torch.arange(sizes.block_size)
         self.req_to_token = place.put(indices.flatten(1).int())
-        self.decoder = DeviceDecoder(
-            config, layout, self.host, self.req_to_token, query_heads=sizes.heads * sizes.group, scale=sizes.scale,
-            attention=attention_on(place, sizes, layout, attention), tokens=1 + sizes.drafts,
-            cache_places=pages // 2,
+        cache_bytes = pages // 2 * sizes.layers * sizes.heads * layout.chunk_bytes
+        self.engine = DeviceEngine(
+            EngineSetup(config, layout, self.host, sizes.rows, self.req_to_token, [sizes.scale] * sizes.layers),
+            DeviceSetup(
+                place.device, sizes.heads * sizes.group, layout.dtype, cache_bytes,
+                attention=attention_on(place, sizes, layout, attention),
+            ),
         )  # fmt: skip
+
+    def prefill(self, rows: list[int], prefixes: list[int], counts: list[int], inputs: LayerInputs) -> Tensor:
+        """The last tokens of the rows' prompts: what all layers attend to, [layers, t, H*G, D]."""
+        spans = zip(rows, prefixes, counts, strict=True)
+        written = torch.cat([self.req_to_token[row, first : first + count] for row, first, count in spans]).long()
+        forward = self.engine.begin_prefill(
+            PrefillBatch(rows, [1] * len(rows), prefixes, counts, [True] * len(rows), written)
+        )
+        outs = [
+            self.engine.prefill_layer(forward, layer, *each, written)
+            for layer, each in enumerate(zip(*inputs, strict=True))
+        ]
+        self.engine.staging.join()
+        return torch.stack(outs)
+
+    def begin(self, rows: list[int], lengths: list[int], entries: int) -> DecodeForward:
+        """Send a decode step to the device; no rows while a graph is captured."""
+        decoding = torch.tensor(rows, dtype=torch.int64)
+        batch = DecodeBatch(
+            decoding, torch.ones_like(decoding), torch.tensor(lengths, dtype=torch.int64), 1 + self.sizes.drafts,
+            entries=entries, real=bool(rows),
+        )  # fmt: skip
+        forward = self.engine.begin_decode(batch)
+        assert not forward.plans[0].cold, "every row is prefilled before it decodes"
+        return forward
 
     def running(self) -> AbstractContextManager[None]:
         """Within it, ops are those of the place."""
@@ -111,7 +154,7 @@ class Side:
 
     def state(self) -> dict[str, list[Tensor]]:
         """All that a step reads or writes, per layer."""
-        layers, pipeline = self.decoder.tier.layers, self.decoder.controller.pipeline
+        layers, pipeline = self.engine.tier.layers, self.engine.pipeline
         return {
             "head_map": [layer.head_map for layer in layers],
             "last_selected": [layer.last_selected for layer in layers],
@@ -151,21 +194,22 @@ class Graph:
         self.inputs = side.place.put_all(random_inputs(sizes, tokens, torch.Generator().manual_seed(1)))
         self.outs: list[Tensor] = []
         with side.running():
-            side.decoder.load([], [], entries)
+            self.forward = side.begin([], [], entries)
             self.run()
-            side.decoder.controller.drain()
-            side.decoder.load([], [], entries)
+            side.engine.settle()
+            self.forward = side.begin([], [], entries)
             self.replay = captured(self.run, side.place.device)
             self._captured_outs = self.outs
-            side.decoder.controller.drain()
+            side.engine.settle()
 
     def run(self) -> None:
-        decoder = self._side.decoder
-        decoder.begin_step()
+        engine = self._side.engine
+        engine.start(self.forward, self.indices)
         self.outs = [
-            decoder.attend(layer, self.indices, *each) for layer, each in enumerate(zip(*self.inputs, strict=True))
+            engine.decode_layer(self.forward, layer, *each, self.indices)
+            for layer, each in enumerate(zip(*self.inputs, strict=True))
         ]
-        decoder.end_step()
+        engine.end()
 
     def fill(self, indices: Tensor, inputs: LayerInputs) -> None:
         """The next step's tokens; those of padding go to page 0."""
@@ -224,12 +268,12 @@ class Twins:
         prefixes = [self.lengths.get(row, 0) for row in rows]
         inputs = random_inputs(self.sizes, sum(counts), self._rng)
         with self.device.running():
-            self.device.decoder.controller.drain()
-        self.mirror.decoder.controller.drain()
+            self.device.engine.settle()
+        self.mirror.engine.settle()
         self.mirror.restore(self.device.copy_state())
         with self.device.running():
-            out = self.device.decoder.prefill(rows, prefixes, counts, self.device.place.put_all(inputs))
-        expected = self.mirror.decoder.prefill(rows, prefixes, counts, inputs)
+            out = self.device.prefill(rows, prefixes, counts, self.device.place.put_all(inputs))
+        expected = self.mirror.prefill(rows, prefixes, counts, inputs)
         self.device.wait()
         torch.testing.assert_close(out.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)
         for row, prefix, count in zip(rows, prefixes, counts, strict=True):
@@ -248,7 +292,7 @@ class Twins:
             spans = zip(rows, lengths, strict=True)
             written = [side.req_to_token[row, length - 1 : length - 1 + tokens] for row, length in spans]
             with side.running():
-                side.decoder.load(rows, lengths, entries)
+                self.graphs[side, entries].forward = side.begin(rows, lengths, entries)
             self.graphs[side, entries].fill(torch.cat(written).long(), inputs)
         before = self.device.copy_state()
         eager = self.graphs[self.device, entries].eager()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.selectors.bound import find_selector
+from sglang_oasis.lookahead.selectors import SELECTORS
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port, listen
 from sglang_oasis.seams.preflight import check_device
 from sglang_oasis.testing.ports import reserve_port
@@ -148,7 +148,7 @@ def test_a_page_size_without_kernels_is_refused(block_size: int) -> None:
 
 
 def test_a_selector_that_does_not_exist_is_refused() -> None:
-    assert "--lookahead-kv-selector psychic is not possible" in refusal(lambda: find_selector("psychic"))
+    assert "--lookahead-kv-selector must be one of" in refusal(lambda: SELECTORS.find("psychic"))
 
 
 def test_a_dense_layer_that_the_model_lacks_is_refused() -> None:

@@ -133,10 +133,10 @@ class DeviceEngine(Engine):
             out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
             for each, first_place in zip(forward.rows[group.requests], group.starts, strict=False):
                 if each.builds:
-                    self._build(layer, each.row, each.window, kv, first_place, query[each.tokens][-STARTUP_QUERIES:])
+                    self.build(layer, each.row, each.window, kv, first_place, query[each.tokens][-STARTUP_QUERIES:])
         return out
 
-    def _build(self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor) -> None:
+    def build(self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor) -> None:
         """Build a row's first resident set from its last queries [Q, H*G, D]; nothing waits for the device.
 
         Block j of the row is page `first_place + j` of `kv` [X, H, 2, B, D], on the device.

@@ -91,7 +91,7 @@ class HostEngine(Engine):
         for entry, row in enumerate(forward.rows):
             if row.builds:
                 startup = query[row.tokens][-STARTUP_QUERIES:]
-                self._build(layer, row.row, row.window, forward.pages_of(entry), startup)
+                self.build(layer, row.row, row.window, forward.pages_of(entry), startup)
         return out
 
     def start(self, forward: DecodeForward, indices: Tensor) -> None:
@@ -124,7 +124,7 @@ class HostEngine(Engine):
         plan, step = forward.plans[number], forward.plans[number].step
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
-            self._build(layer, cold.row, cold.window, pages, query[cold.entry * step.tokens, None])
+            self.build(layer, cold.row, cold.window, pages, query[cold.entry * step.tokens, None])
         # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
         if self.audit is not None and not self._fetches:
             self.audit.observe(layer, step, query, self.scales[layer])
@@ -181,7 +181,7 @@ class HostEngine(Engine):
                 self._predicting = True
                 self.pipeline.begin_step(ahead)
 
-    def _build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor) -> None:
+    def build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor) -> None:
         """Build a row's first resident set from its last queries [Q, H*G, D]; its tokens are all in the host pool."""
         resident, layout = self.tier.layers[layer], self.layout
         complete = window.complete_blocks

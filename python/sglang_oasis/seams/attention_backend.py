@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `layers/attention/attention_registry.register_attention_backend`,
 `arg_groups/choices.ATTENTION_BACKEND_CHOICES`, `mem_cache/memory_pool.ReqToTokenPool._aux_cache` (the target's row
-observer, which a draft model's backend joins). The factories run in the scheduler after the pools are built, which makes
-them the place to check that every other seam took.
+observer, which a draft model's backend joins). The factories run in the scheduler after the pools are built: the place
+to check that every other seam took.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_flashinfer_plans_a_shape_once_while_its_rows_exceed_their_budget() -> N
         server.prefill([1, 2], [0, 0], [400, 500])
         for step in range(40):
             server.decode([1, 2], [401 + step, 501 + step])
-        (planned,) = server.backend._attention.decode._planned.values()  # type: ignore[attr-defined]
+        (planned,) = server.engine._attention.decode._planned.values()  # type: ignore[attr-defined]
     assert planned.wrapper.planned == 1
 
 
@@ -133,15 +133,15 @@ def test_a_replay_prepares_the_batchs_own_rows_and_a_capture_none() -> None:
         server = Server(walk, {})
         server.backend.init_cuda_graph_state(4, 4)
         server.warm_up(ForwardMode.DECODE, 4, 4, in_capture=True)
-        backend = server.backend
-        assert backend.controller.counters.decode_steps == 0
+        engine = server.engine
+        assert engine.counters.decode_steps == 0
         server.prefill([1, 2], [0, 0], [400, 40])
-        with mock.patch.object(backend.controller, "load", wraps=backend.controller.load) as load:
-            backend.init_forward_metadata_out_graph(replay_view(server, [1, 2], [401, 41], entries=4))
-        rows, (step,), batch = load.call_args.args
-        assert step.rows.tolist() == [1, 2]
-        assert step.windows.length.tolist() == [401, 41]
-        assert len(rows) == 2
-        assert batch.rows == 4
-        assert backend.controller.counters.decode_steps == 1
-        assert backend.tier.rows.length[[1, 2]].tolist() == [401, 41]
+        with mock.patch.object(engine, "begin_decode", wraps=engine.begin_decode) as begin:
+            server.backend.init_forward_metadata_out_graph(replay_view(server, [1, 2], [401, 41], entries=4))
+        (batch,) = begin.call_args.args
+        assert batch.rows.tolist() == [1, 2]
+        assert batch.lengths.tolist() == [401, 41]
+        assert len(batch.device_rows) == 2
+        assert batch.entries == 4
+        assert engine.counters.decode_steps == 1
+        assert engine.tier.rows.length[[1, 2]].tolist() == [401, 41]

@@ -1,4 +1,4 @@
-"""The bytes of `scripts/kernel_reports/traffic.py` are those that the interpreted kernels touch, and are near the least possible."""
+"""The bytes of `traffic.py` are those that the interpreted kernels touch, and are near the least possible."""
 
 from __future__ import annotations
 

@@ -16,11 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_oasis.kernels.cpu import native
-from sglang_oasis.lookahead.pipelines.native import LookaheadPipeline, NativePipeline, PredictionStep, TorchPipeline
-from sglang_oasis.lookahead.selectors.bound import BoundSelector
+from sglang_oasis.kernels.cpu import native, overrides
+from sglang_oasis.lookahead.pipelines.base import LookaheadPipeline, PredictionStep
+from sglang_oasis.lookahead.pipelines.native import NativePipeline
+from sglang_oasis.lookahead.pipelines.torch_ops import TorchPipeline
+from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, summarise_pages
+from sglang_oasis.testing.throttle import throttle
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -246,7 +249,7 @@ def test_who_waits_for_a_task_under_way_finds_it_done(monkeypatch: pytest.Monkey
     def drive(tiers: Tiers, pipeline: LookaheadPipeline) -> tuple[int, ...]:
         left = []
         if isinstance(pipeline, NativePipeline):
-            pipeline.throttle(1e6)  # some 8 ms per row and head: no task is done before it is waited for
+            throttle(pipeline, 1e6)  # some 8 ms per row and head: no task is done before it is waited for
         for number in range(4, 6 + EXAMPLES // 20):
             pipeline.begin_step(tiers.step(number))
             for layer in range(3):

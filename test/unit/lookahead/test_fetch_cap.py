@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FixedCap
-from sglang_oasis.lookahead.pipelines.native import PipelineStatistics
+from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
 from sglang_oasis.tier.layout import fetch_cap
 
 SELECTED, HEADS, CHUNK = 128, 90, 4096

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_oasis.errors import LookaheadKVError
-from sglang_oasis.lookahead.selectors.bound import BoundSelector, find_selector, rank_blocks
+from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector, rank_blocks
 from sglang_oasis.ops.dispatch import device_op
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, graduate_blocks, select_blocks
 from sglang_oasis.ops.summary import (
@@ -125,8 +125,8 @@ def test_sinks_rank_above_every_block() -> None:
 
 def test_an_unknown_selector_is_refused_with_the_known_ones() -> None:
     for name in ("best", None, ["minmax"]):
-        with pytest.raises(LookaheadKVError, match=r"use one of .*minmax"):
-            find_selector(name)
+        with pytest.raises(LookaheadKVError, match=r"must be one of .*minmax, got"):
+            SELECTORS.find(name)
 
 
 def maps_of(resident: list[int], ages: list[int], blocks: int) -> Maps:

@@ -19,20 +19,35 @@ from sglang.srt.model_executor.forward_context import (
 from sglang.srt.models.utils import enable_fused_set_kv_buffer
 
 from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.engine.device import DeviceAttentionBackend
-from sglang_oasis.engine.host import LookaheadAttentionBackend
+from sglang_oasis.engine.device import DeviceEngine
 from sglang_oasis.serving.dense_backend import DenseAttentionBackend
 from sglang_oasis.serving.drafting import DraftSteps
+from sglang_oasis.serving.engines import make_engine
+from sglang_oasis.serving.lookahead_backend import LookaheadBackend
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 
 ROWS, PAGES, BLOCK, HEADS, DIM, CONTEXT = 2, 9, 16, 2, 16, 64
 
-Backends = dict[str, Callable[[Any, LookaheadKVConfig, TierLayout, HostPool], Any]]
-BACKENDS: Backends = {
-    "host": LookaheadAttentionBackend,
-    "device": lambda runner, config, layout, host: DeviceAttentionBackend(runner, config, layout, host, 0),
-    "draft": lambda *args: DraftSteps(LookaheadAttentionBackend(*args), steps=2).attn_backends[-1],
+Create = Callable[[Any, LookaheadKVConfig, TierLayout, HostPool], Any]
+
+
+def lookahead(runner: Any, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> LookaheadBackend:
+    return LookaheadBackend(runner, make_engine(runner, config, layout, host, cache_bytes=0))
+
+
+def by_a_device(runner: Any, config: LookaheadKVConfig, layout: TierLayout, host: HostPool) -> LookaheadBackend:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_OASIS_DEVICE_PATH", "1")
+        backend = lookahead(runner, config, layout, host)
+    assert isinstance(backend.engine, DeviceEngine)
+    return backend
+
+
+BACKENDS: dict[str, Create] = {
+    "host": lookahead,
+    "device": by_a_device,
+    "draft": lambda *args: DraftSteps(lookahead(*args), steps=2).attn_backends[-1],
     "dense": lambda runner, config, layout, host: DenseAttentionBackend(runner, host),
 }
 

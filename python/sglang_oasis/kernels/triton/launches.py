@@ -1,7 +1,7 @@
 """How each Triton kernel is launched for given tensors: grid, arguments, tile sizes.
 
-A launch is data. `kernels/triton/overrides.py` runs it; `scripts/kernel_reports/compile_report.py` makes it from tensors
-without memory and compiles what it would run. Nothing here looks into a tensor, so a launch depends on shapes, strides
+A launch is data. `overrides.py` runs it; `scripts/kernel_reports/compile_report.py` makes it from tensors without
+memory and compiles what it would run. Nothing here looks into a tensor, so a launch depends on shapes, strides
 and types only.
 """
 

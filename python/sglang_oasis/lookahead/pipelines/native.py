@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sglang_oasis.kernels.cpu import native
 from sglang_oasis.lookahead.pipelines.base import STAGES, PipelineStatistics, PredictionStep
-from sglang_oasis.lookahead.selectors.bound import BoundSelector
+from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.ops.smoothing import ESCAPE
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentTier

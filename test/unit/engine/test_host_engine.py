@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.engine.plan import DecodePlan, plan_decode, plan_prefill
-from sglang_oasis.lookahead.controller import LookaheadController
-from sglang_oasis.lookahead.selectors.bound import BoundSelector, register_selector
+from sglang_oasis.engine.base import DecodeBatch, DecodeForward, EngineSetup, PrefillBatch
+from sglang_oasis.engine.host import HostEngine, PrefillForward
+from sglang_oasis.engine.plan import DecodePlan
+from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
 from sglang_oasis.ops.summary import SummaryFormat
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
@@ -26,12 +27,12 @@ class Rig:
     """One row past its budget, in two layers, and a selector that waits for a signal."""
 
     def __init__(self) -> None:
-        torch.manual_seed(5)  # with which the prediction differs from what is resident
+        torch.manual_seed(6)  # with which the prediction differs from what is resident
         self.release = threading.Event()
         self.release.set()
         self.entered = threading.Event()
 
-        @register_selector("gated")
+        @SELECTORS.register("gated")
         def gated(queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float) -> Tensor:
             self.entered.set()
             assert self.release.wait(10)
@@ -58,47 +59,37 @@ class Rig:
             dtype=torch.float32,
             summary_format=layout.summary_format,
         )
-        self.tier = ResidentTier(layout, 2, torch.device("cpu"))
-        self.controller = LookaheadController(config, self.tier, self.host)
         self.req_to_token = torch.zeros((2, 2 * LENGTH), dtype=torch.int32)
         self.req_to_token[1] = torch.arange(2 * LENGTH) + BLOCK
-        plan = plan_prefill(
-            self.tier,
-            rows=[1],
-            generations=[1],
-            prefixes=[0],
-            new_tokens=[LENGTH],
-            last_chunks=[True],
-            req_to_token=self.req_to_token,
-        )
-        (request,) = plan.requests
-        for layer in range(2):
-            keys, values = torch.randn(2, LENGTH, HEADS, DIM)
-            self.controller.write_through(layer, self.req_to_token[1, :LENGTH], keys, values)
-            self.host.summarise(layer, plan.completed_pages)
-            self.controller.build(layer, 1, request.window, request.pages, torch.randn(4, HEADS, DIM), 1.0)
+        self.engine = HostEngine(EngineSetup(config, layout, self.host, 2, self.req_to_token, [1.0, 1.0]))
+        self.prefill(1, self.req_to_token[1, :LENGTH].long())
 
-    def plan(self, number: int) -> DecodePlan:
-        (plan,) = plan_decode(
-            self.tier,
-            number=number,
-            rows=torch.tensor([1]),
-            generations=torch.tensor([1]),
-            lengths=torch.tensor([LENGTH + number]),
-            rids=[],
-            req_to_token=self.req_to_token,
+    def prefill(self, generation: int, indices: Tensor, layers: Sequence[int] = (0, 1)) -> None:
+        """A prompt that fills KV indices."""
+        count = len(indices)
+        forward = self.engine.begin_prefill(PrefillBatch([1], [generation], [0], [count], [True], indices))
+        for layer in layers:
+            self.prefill_layer(forward, layer, indices)
+
+    def prefill_layer(self, forward: PrefillForward, layer: int, indices: Tensor) -> None:
+        query, key, value = torch.randn(3, len(indices), HEADS, DIM)
+        self.engine.prefill_layer(forward, layer, query, key, value, indices)
+
+    def begin(self, number: int) -> DecodeForward:
+        return self.engine.begin_decode(
+            DecodeBatch(torch.tensor([1]), torch.tensor([1]), torch.tensor([LENGTH + number]))
         )
-        return plan
+
+    def decode_layer(self, forward: DecodeForward, layer: int, number: int) -> None:
+        token = torch.randn(1, HEADS, DIM)
+        written = self.req_to_token[1, LENGTH + number - 1 : LENGTH + number].long()
+        self.engine.decode_layer(forward, layer, token, token, token, written)
 
     def look_ahead(self) -> None:
         """Leave a prediction of layer 0 hanging in the background."""
-        token = torch.randn(1, HEADS, DIM)
-        plan = self.plan(1)
-        self.controller.write_through(0, self.req_to_token[1, LENGTH : LENGTH + 1], token, token)
-        self.controller.prepare(0, plan.step, token, token, token, 1.0)
         self.release.clear()
         self.entered.clear()
-        self.controller.look_ahead(0, plan.step, token, 1.0)
+        self.decode_layer(self.begin(1), 0, 1)
         assert self.entered.wait(10)
 
 
@@ -107,7 +98,7 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.release.set()
-    made.controller.close()
+    made.engine.close()
 
 
 def test_host_pages_of_a_layer_are_not_written_while_its_transfer_may_still_read_them(rig: Rig) -> None:
@@ -115,30 +106,41 @@ def test_host_pages_of_a_layer_are_not_written_while_its_transfer_may_still_read
     rig.look_ahead()
     page_of_another = torch.arange(BLOCK, 2 * BLOCK)
     before = rig.host.read(0, page_of_another).clone()
-    writer = threading.Thread(
-        target=rig.controller.write_through,
-        args=(0, page_of_another, torch.zeros(BLOCK, HEADS, DIM), torch.zeros(BLOCK, HEADS, DIM)),
-    )
+    rig.engine.tier.rows.release(1)
+    writer = threading.Thread(target=rig.prefill, args=(2, page_of_another, [0]))
     writer.start()
     time.sleep(0.1)
     assert torch.equal(rig.host.read(0, page_of_another), before)
     rig.release.set()
     writer.join(10)
-    assert not rig.host.read(0, page_of_another).any()
+    assert not torch.equal(rig.host.read(0, page_of_another), before)
 
 
 def test_another_layer_goes_on_meanwhile(rig: Rig) -> None:
-    rig.look_ahead()
-    rig.controller.write_through(1, torch.arange(BLOCK), torch.zeros(BLOCK, HEADS, DIM), torch.zeros(BLOCK, HEADS, DIM))
+    forward = rig.begin(1)
+    rig.release.clear()
+    rig.entered.clear()
+    rig.decode_layer(forward, 0, 1)
+    assert rig.entered.wait(10)
+    before = rig.host.read(1, rig.req_to_token[1, LENGTH : LENGTH + 1].long()).clone()
+    rig.decode_layer(forward, 1, 1)
     assert not rig.release.is_set()
+    assert not torch.equal(rig.host.read(1, rig.req_to_token[1, LENGTH : LENGTH + 1].long()), before)
 
 
 def test_the_prediction_is_there_when_the_next_step_attends(rig: Rig) -> None:
     rig.look_ahead()
-    before, earlier = rig.tier.layers[0].head_map[1].clone(), rig.controller.pipeline.statistics()
+    tier, pipeline = rig.engine.tier, rig.engine.pipeline
+    before, earlier = tier.layers[0].head_map[1].clone(), pipeline.statistics()
+    seen = []
+
+    class Attending:
+        def record(self, layer: int, plan: DecodePlan, tier: ResidentTier) -> None:
+            seen.append(tier.layers[0].head_map[1].clone())
+
+    rig.engine.observer = Attending()
     threading.Timer(0.05, rig.release.set).start()
-    token = torch.randn(1, HEADS, DIM)
-    rig.controller.write_through(0, rig.req_to_token[1, LENGTH + 1 : LENGTH + 2], token, token)
-    assert rig.controller.pipeline.statistics().stalls == 1
-    assert not torch.equal(rig.tier.layers[0].head_map[1], before)
-    assert rig.controller.pipeline.statistics().seconds["transfer"] > earlier.seconds["transfer"]
+    rig.decode_layer(rig.begin(2), 0, 2)
+    assert pipeline.statistics().stalls == 1
+    assert not torch.equal(seen[0], before)
+    assert pipeline.statistics().seconds["transfer"] > earlier.seconds["transfer"]
