@@ -54,8 +54,8 @@ run static ruff check .
 run format ruff format --check .
 run types mypy
 run model python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
-run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit
+run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit benchmark/micro benchmark/studies
 run compile compile_reports
 run sanitizers scripts/sanitize.sh
-run e2e pytest test/e2e
+run e2e pytest test/e2e benchmark/serving
 printf '\n[test] everything passed\n'

@@ -34,6 +34,7 @@ from sglang_oasis.lookahead.pipelines.base import PredictionStep
 from sglang_oasis.lookahead.pipelines.native import NativePipeline
 from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.testing.torch_limits import TORCH_LIMITS
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -43,11 +44,6 @@ BYTES_BEYOND_CACHES = 400e6
 PROBE_WORDS = 1 << 26
 MATRIX = 1024
 ANY_CPU = torch.tensor([], dtype=torch.int64)
-TORCH_LIMITS = {
-    "baseline": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-}
-"""Environment in which torch keeps to an instruction set; on the wider ones it takes what the machine has."""
 
 
 class Heads(NamedTuple):

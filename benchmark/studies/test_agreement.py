@@ -24,7 +24,7 @@ from benchmark.studies.texts import DECODED_TEXTS
 from benchmark.studies.working_set import Smoothing, simulate, smooth
 from scripts.eagle3.head import Head, HeadShape
 from sglang_oasis.testing.sparse_reference import SparseReference
-from test.unit.testing.test_sparse_reference import tiny_model
+from sglang_oasis.testing.tiny_model import tiny_model
 
 STEPS = 12
 VOCABULARY = 61

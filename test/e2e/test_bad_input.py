@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -17,12 +16,10 @@ from sglang_oasis.reference_model import truncated_model_path
 from sglang_oasis.testing.ports import reserve_port
 from sglang_oasis.testing.processes import run
 from sglang_oasis.testing.server import server_command
-from test.e2e import argument_resolution
+from test.e2e.refusals import ENVIRONMENT, LAUNCH_TIMEOUT, assert_refused, resolved
 
 pytestmark = pytest.mark.e2e
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-LAUNCH_TIMEOUT = 180.0
 AT_ONCE = 2
 
 TINY = {
@@ -184,15 +181,6 @@ def launch(*flags: str, model: Path, port: int | None = None, ordinary: bool = F
     return Ended(exit_code, [line for line in output.splitlines() if line.strip()][-1])
 
 
-def resolved(*command_lines: list[str]) -> list[dict[str, Any]]:
-    """What becomes of each command line, without a launch."""
-    argv = ["-m", argument_resolution.__name__, json.dumps(command_lines)]
-    exit_code, output = run(argv, environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT)
-    assert exit_code == 0, output
-    (line,) = [line for line in output.splitlines() if line.startswith(argument_resolution.MARK)]
-    return json.loads(line.removeprefix(argument_resolution.MARK))
-
-
 @pytest.fixture(scope="module")
 def model() -> Path:
     return truncated_model_path(4)
@@ -290,13 +278,6 @@ def test_flags_are_refused_by_the_dense_backend(refusals: dict[Any, dict[str, An
 @pytest.mark.parametrize("name", UNSUPPORTED_MODELS)
 def test_a_model_that_is_not_supported_is_refused(refusals: dict[Any, dict[str, Any]], name: str) -> None:
     assert_refused(refusals[name], UNSUPPORTED_MODELS[name][1])
-
-
-def assert_refused(outcome: dict[str, Any], sentence: str) -> None:
-    assert outcome.get("error") == "LookaheadKVError", outcome
-    assert sentence in outcome["message"]
-    assert outcome["message"].endswith(".")
-    assert "\n" not in outcome["message"]
 
 
 # --- the other ways to give flags ---

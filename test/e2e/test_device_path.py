@@ -15,9 +15,10 @@ import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from sglang_oasis.testing.server import Server, launch_server
+from test.e2e.prompts import PROMPTS, ask
 from test.e2e.small_pool import BUDGET, ENVIRONMENT, FLAGS, LAYERS, assert_same_answer
-from test.e2e.test_soak import plans, soak
-from test.e2e.test_speculation import PROMPTS, SOURCES, ask
+from test.e2e.soaking import plans, soak
+from test.e2e.sources import SOURCES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

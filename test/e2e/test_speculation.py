@@ -16,6 +16,7 @@ import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
 from sglang_oasis.testing.server import Server, launch_server
+from test.e2e.prompts import PROMPTS, TOKENS, ask
 from test.e2e.sampling_cases import CASES
 from test.e2e.sampling_cases import ask as ask_case
 from test.e2e.small_pool import (
@@ -28,24 +29,17 @@ from test.e2e.small_pool import (
     finish_type,
     text,
 )
+from test.e2e.soaking import plans, soak
 from test.e2e.sources import SOURCES, flags_of
-from test.e2e.test_soak import plans, soak
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TOKENS = 40
-# (first token, length) in the corpus: some within the budget and some beyond it, some with a common prefix.
-PROMPTS = ((0, 30), (300, 100), (600, 190), (1000, 400), (2000, 700), (2000, 500), (2000, 720), (4000, 333))
 WITHIN_BUDGET = ((0, 30), (300, 100), (5000, 140), (7000, 61))
 
 
 @pytest.fixture
 def server(source_server: Server) -> Server:
     return source_server
-
-
-def ask(server: Server, prompt: tuple[int, int]) -> dict[str, Any]:
-    return server.generate(text(*prompt), max_new_tokens=TOKENS, return_logprob=True)
 
 
 @pytest.fixture(scope="module")

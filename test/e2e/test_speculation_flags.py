@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_oasis.reference_model import truncated_model_path
+from test.e2e.refusals import assert_refused, resolved
 from test.e2e.sources import write_untrained_head
-from test.e2e.test_bad_input import assert_refused, resolved
 
 pytestmark = pytest.mark.e2e
 

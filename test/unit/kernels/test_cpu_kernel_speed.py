@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.micro.kernels import TORCH_LIMITS
+from sglang_oasis.testing.torch_limits import TORCH_LIMITS
 
 REPO = Path(__file__).resolve().parents[3]
 LEAST = {"prefill": 0.25, "decode": 0.6, "scores": 1.5, "summaries": 0.6}

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from sglang_oasis.testing.selection import minmax_scores, selection_is_top_k, top_k
 from sglang_oasis.testing.sparse_reference import SparseReference, masked_attention
+from sglang_oasis.testing.tiny_model import tiny_model
 from sglang_oasis.testing.trace import StepSelection, load_trace
 
 BLOCK = 4
@@ -32,25 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def tiny_model(layers: int = 3) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=40,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=DIM,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        attn_implementation="eager",
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
