@@ -27,7 +27,7 @@ check() { # NAME RUNTIME FLAGS PYTEST_ARGUMENTS...
     fi
     export SGLANG_OASIS_CPU_CFLAGS="$3 -O1 -g1 -fno-omit-frame-pointer"
     printf '\n[sanitize] %s\n' "$1"
-    python -c 'from sglang_oasis.ops import native; native.build()'
+    python -c 'from sglang_oasis.kernels.cpu import native; native.build()'
     # Where the kernel randomises many bits of an address, it may choose one that the sanitizer keeps for itself.
     if setarch -R true 2>/dev/null; then fixed_addresses=(setarch -R); fi
     # Reports go to files: pytest shows the standard error of failed tests only.

@@ -53,6 +53,7 @@ compile_reports() { # registers, shared memory and spills of the kernels for GPU
 run static ruff check .
 run format ruff format --check .
 run types mypy
+run imports lint-imports --no-cache
 run model python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
 run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit benchmark/micro benchmark/studies
 run compile compile_reports

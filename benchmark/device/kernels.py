@@ -3,7 +3,8 @@
     python -m benchmark.device.kernels --json build/device_kernels.json
 
 Bytes are those of `traffic.py` and `cuda_report.py` in scripts/kernel_reports. Calls go round several layers in one
-CUDA graph, more than L2 holds, and something else is written before each repeat, so that nothing is found in L2. Ceilings:
+CUDA graph, more than L2 holds, and something else is written before each repeat, so that nothing is found in L2.
+Ceilings:
 
     device copy     a large tensor to another one, bytes read plus bytes written
     host to device  the copy engine, from pinned memory; device to host likewise

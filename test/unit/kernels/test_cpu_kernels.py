@@ -440,7 +440,7 @@ def test_other_instruction_sets_too(kernels: Any, isa: str) -> None:
     if isa == kernels.instruction_set():
         pytest.skip("all other tests ran on it")
     environment = {**os.environ, "SGLANG_OASIS_CPU_ISA": isa, "OASIS_KERNEL_EXAMPLES": str(max(1, EXAMPLES // 5))}
-    choice = "from sglang_oasis.ops import native; print(native.load().instruction_set())"
+    choice = "from sglang_oasis.kernels.cpu import native; print(native.load().instruction_set())"
     chosen = subprocess.run([sys.executable, "-c", choice], env=environment, capture_output=True, text=True)
     if "which this machine does not run" in chosen.stderr:
         pytest.skip("this machine does not have it")
