@@ -218,7 +218,7 @@ class LookaheadKVConfig:
         value = {knob.name: flags.get(knob.name, knob.default) for knob in KNOBS}
         for knob in KNOBS:
             if knob.choices is not None and value[knob.name] not in knob.choices:
-                _refuse(knob.name, value[knob.name], f"use one of {', '.join(knob.choices)}")
+                _refuse(knob.name, value[knob.name], f"one of {', '.join(knob.choices)}")
         config = cls(
             budget_tokens=_positive_int(value, "lookahead_kv_budget_tokens"),
             recent_tokens=_count(value, "lookahead_kv_recent_tokens"),
@@ -249,17 +249,17 @@ class LookaheadKVConfig:
         """Raise LookaheadKVError when a dense layer does not exist in a model of `num_layers` layers."""
         absent = [layer for layer in self.dense_layers if layer >= num_layers]
         if absent:
-            _refuse("lookahead_kv_dense_layers", absent[0], f"the model has layers 0 to {num_layers - 1}")
+            _refuse("lookahead_kv_dense_layers", absent[0], f"layers of the model, 0 to {num_layers - 1}")
 
 
-def _refuse(name: str, value: Any, remedy: str) -> NoReturn:
+def _refuse(name: str, value: Any, wanted: str) -> NoReturn:
     flag = "--" + name.replace("_", "-")
-    raise LookaheadKVError(f"{flag} {value} is not possible: {remedy}.")
+    raise LookaheadKVError(f"{flag} must be {wanted}, got {value}.")
 
 
 def _switch(value: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value[name], bool):
-        _refuse(name, value[name], "it is a switch, give true or false")
+        _refuse(name, value[name], "true or false")
     return value[name]
 
 
@@ -276,57 +276,59 @@ def _reject_drafts(value: Mapping[str, Any], name: str, speculation: Speculation
 def _source(asked: str, speculation: Speculation) -> str:
     available = {None: LAST_QUERY, DUAL_ALGORITHM: DUAL}.get(speculation.algorithm, DRAFT)
     if asked == DRAFT and available != DRAFT:
-        _refuse("lookahead_kv_source", asked, "drafts come from --speculative-algorithm EAGLE3 or NGRAM, add it")
+        raise LookaheadKVError("--lookahead-kv-source draft needs drafts: add --speculative-algorithm EAGLE3 or NGRAM.")
     if asked == DUAL and available == DRAFT:
-        other = f"--speculative-algorithm {speculation.algorithm}"
-        _refuse("lookahead_kv_source", asked, f"it takes the place of {other}, leave one of them out")
+        raise LookaheadKVError(
+            f"--lookahead-kv-source dual speculates by itself: leave it out, or --speculative-algorithm "
+            f"{speculation.algorithm}."
+        )
     return available if asked == AUTO else asked
 
 
-def _int(value: Mapping[str, Any], name: str, least: int, remedy: str) -> int:
+def _int(value: Mapping[str, Any], name: str, least: int, wanted: str) -> int:
     number = value[name]
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        _refuse(name, number, remedy)
+        _refuse(name, number, wanted)
     return number
 
 
 def _positive_int(value: Mapping[str, Any], name: str) -> int:
-    return _int(value, name, 1, "give a whole number of tokens, at least one page")
+    return _int(value, name, 1, "a whole number of tokens, at least one page")
 
 
 def _count(value: Mapping[str, Any], name: str) -> int:
-    return _int(value, name, 0, "give a whole number of tokens, 0 or more")
+    return _int(value, name, 0, "a whole number of tokens, 0 or more")
 
 
-def _float(value: Mapping[str, Any], name: str, remedy: str) -> float:
+def _float(value: Mapping[str, Any], name: str, wanted: str) -> float:
     if isinstance(value[name], bool):
-        _refuse(name, value[name], remedy)
+        _refuse(name, value[name], wanted)
     try:
         return float(value[name])
     except (TypeError, ValueError, OverflowError):
-        _refuse(name, value[name], remedy)
+        _refuse(name, value[name], wanted)
 
 
 def _ratio_or_auto(value: Mapping[str, Any], name: str) -> float | None:
     if value[name] == AUTO:
         return None
-    remedy = "give a number above 0 and at most 1, or auto"
-    ratio = _float(value, name, remedy)
+    wanted = "a number above 0 and at most 1, or auto"
+    ratio = _float(value, name, wanted)
     if not 0 < ratio <= 1:
-        _refuse(name, value[name], remedy)
+        _refuse(name, value[name], wanted)
     return ratio
 
 
 def _decay(value: Mapping[str, Any], name: str) -> float:
-    remedy = "give a number from 0 (off) to below 1"
-    decay = _float(value, name, remedy)
+    wanted = "a number from 0 (off) to below 1"
+    decay = _float(value, name, wanted)
     if not 0 <= decay < 1:
-        _refuse(name, value[name], remedy)
+        _refuse(name, value[name], wanted)
     return decay
 
 
 def _audit_interval(value: Mapping[str, Any]) -> int:
-    interval = _int(value, "lookahead_kv_audit_interval", 0, "give a whole number of steps, 0 for none")
+    interval = _int(value, "lookahead_kv_audit_interval", 0, "a whole number of steps, 0 for none")
     depends = value["lookahead_kv_miss_policy"] == AUTO
     return AUTO_AUDIT_INTERVAL if depends and not interval else interval
 
@@ -334,10 +336,10 @@ def _audit_interval(value: Mapping[str, Any]) -> int:
 def _gigabytes(value: Mapping[str, Any], name: str) -> float | None:
     if value[name] in (AUTO, None):
         return None
-    remedy = "give a number of gigabytes above 0, or auto"
-    gigabytes = _float(value, name, remedy)
+    wanted = "a number of gigabytes above 0, or auto"
+    gigabytes = _float(value, name, wanted)
     if not 0 < gigabytes < float("inf"):
-        _refuse(name, value[name], remedy)
+        _refuse(name, value[name], wanted)
     return gigabytes
 
 
@@ -346,7 +348,7 @@ def _layer_ids(value: Mapping[str, Any], name: str) -> tuple[int, ...]:
     parts = [str(layer) for layer in given] if isinstance(given, (list, tuple)) else str(given).split(",")
     parts = [part.strip() for part in parts if part.strip()]
     if not all(part.isascii() and part.isdecimal() for part in parts):
-        _refuse(name, given, "give layer numbers separated by commas, e.g. 0,1")
+        _refuse(name, given, "layer numbers separated by commas, as in 0,1")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -354,29 +356,27 @@ def check_block_size(block_size: int) -> None:
     """Raise LookaheadKVError when the host pool cannot have pages of `block_size` tokens."""
     if block_size not in SUPPORTED_BLOCK_SIZES:
         sizes = ", ".join(map(str, SUPPORTED_BLOCK_SIZES))
-        raise LookaheadKVError(f"--page-size {block_size} is not possible with sglang-oasis: use one of {sizes}.")
+        raise LookaheadKVError(f"--page-size must be one of {sizes} with sglang-oasis, got {block_size}.")
 
 
 def _check_blocks(config: LookaheadKVConfig) -> None:
     check_block_size(config.block_size)
     if config.budget_tokens % config.block_size:
-        _refuse(
-            "lookahead_kv_budget_tokens", config.budget_tokens, f"give a multiple of the page size {config.block_size}"
-        )
+        _refuse("lookahead_kv_budget_tokens", config.budget_tokens, f"a multiple of the page size {config.block_size}")
     if config.sink_blocks >= config.selected_blocks:
         _refuse(
             "lookahead_kv_sink_tokens",
             config.sink_tokens,
-            f"it must leave at least one page of the budget of {config.budget_tokens} tokens to select from",
+            f"at least a page less than the budget of {config.budget_tokens} tokens",
         )
     if config.draft_tokens >= config.block_size:
         raise LookaheadKVError(
-            f"--speculative-num-draft-tokens {config.draft_tokens + 1} is not possible with --enable-lookahead-kv: "
-            f"give at most a page of {config.block_size} tokens."
+            f"--speculative-num-draft-tokens must be at most a page of {config.block_size} tokens with "
+            f"--enable-lookahead-kv, got {config.draft_tokens + 1}."
         )
     if config.draft_tokens and not config.recent_blocks:
         _refuse(
             "lookahead_kv_recent_tokens",
             config.recent_tokens,
-            "speculation needs a recent page, give 1 or more",
+            "1 or more with speculation",
         )

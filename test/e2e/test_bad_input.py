@@ -103,31 +103,37 @@ CONFLICTS: list[tuple[str, ...]] = [
 # Flags -> what the refusal says.
 REFUSED: dict[tuple[str, ...], str] = {
     **{conflict: f"--enable-lookahead-kv does not work with {' '.join(conflict)}" for conflict in CONFLICTS},
-    ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
-    ("--page-size", "64"): "--page-size 64 is not possible with sglang-oasis",
+    ("--page-size", "1"): "--page-size must be one of 8, 16, 32 with sglang-oasis, got 1.",
+    ("--page-size", "64"): "--page-size must be one of 8, 16, 32 with sglang-oasis, got 64.",
     (
         "--chunked-prefill-size",
         "100",
-    ): "--chunked-prefill-size 100 is not possible: give a multiple of the page",
-    ("--json-model-override-args", "{bad"): "--json-model-override-args {bad is not possible: give a JSON object",
+    ): "--chunked-prefill-size must be a multiple of the page size 16, got 100.",
+    ("--json-model-override-args", "{bad"): "--json-model-override-args must be a JSON object, got {bad.",
     ("--tp-size", "2"): "--tp-size 2 does not divide the model's 9 query and 3 KV heads",
     ("--load-format", "gguf"): "--load-format gguf reads a file",
     ("--load-format", "sharded_state"): "--load-format sharded_state finds no model-rank",
     ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
-    ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector psychic is not possible",
-    ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft is not possible",
+    ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector must be one of midrange, minmax, got psychic.",
+    ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft needs drafts",
     ("--speculative-algorithm", "NGRAM"): "use --speculative-ngram-max-bfs-breadth 1",
     ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"): "use --speculative-eagle-topk 1",
     (
         *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
         *("--speculative-num-draft-tokens", "17"),
-    ): "--speculative-num-draft-tokens 17 is not possible with --enable-lookahead-kv",
-    ("--lookahead-kv-fetch-ratio", "1.5"): "--lookahead-kv-fetch-ratio 1.5 is not possible",
-    ("--lookahead-kv-host-gb", "nan"): "--lookahead-kv-host-gb nan is not possible",
+    ): "--speculative-num-draft-tokens must be at most a page of 16 tokens with --enable-lookahead-kv, got 17.",
+    (
+        "--lookahead-kv-fetch-ratio",
+        "1.5",
+    ): "--lookahead-kv-fetch-ratio must be a number above 0 and at most 1, or auto, got 1.5.",
+    (
+        "--lookahead-kv-host-gb",
+        "nan",
+    ): "--lookahead-kv-host-gb must be a number of gigabytes above 0, or auto, got nan.",
     (
         "--lookahead-kv-dense-layers",
         "0,4",
-    ): "--lookahead-kv-dense-layers 4 is not possible: the model has layers 0 to 3",
+    ): "--lookahead-kv-dense-layers must be layers of the model, 0 to 3, got 4.",
     ("--lookahead-kv-host-gb", "1000000"): "--lookahead-kv-host-gb of 1000000.00 GB per rank is more than",
     ("--lookahead-kv-host-gb", "0.001"): "0.001 GB of host memory are too little",
     ("--lookahead-kv-device-gb", "0.001"): "--lookahead-kv-device-gb of 0.001 GB is too small for one request",
@@ -162,7 +168,7 @@ REFUSED_BY_DENSE: dict[tuple[str, ...], str] = {
         )
     },
     **NOT_ON_A_CPU,
-    ("--page-size", "1"): "--page-size 1 is not possible with sglang-oasis",
+    ("--page-size", "1"): "--page-size must be one of 8, 16, 32 with sglang-oasis, got 1.",
     ("--lookahead-kv-miss-policy", "fetch"): "--lookahead-kv-miss-policy has no effect without --enable-lookahead-kv",
 }
 
@@ -227,7 +233,7 @@ def launches(
     ("name", "sentence"),
     [
         ("unknown choice", "error: argument --lookahead-kv-miss-policy: invalid choice: 'wait'"),
-        ("out of range", "error: --lookahead-kv-budget-tokens 100 is not possible: give a multiple of the page size"),
+        ("out of range", "error: --lookahead-kv-budget-tokens must be a multiple of the page size 16, got 100."),
         ("unsupported model", "GptOssForCausalLM has sliding-window layers: start it without the flag."),
         ("host memory", "error: 0.001 GB of host memory are too little"),
         ("port", "cannot be used (Address already in use): stop what listens there or choose another --port."),
@@ -293,7 +299,7 @@ def test_a_config_file_sets_the_flags(model: Path, tmp_path: Path) -> None:
     assert accepted["lookahead_kv_budget_tokens"] == 512
     assert accepted["lookahead_kv_host_gb"] == 0.5
     assert accepted["lookahead_kv_miss_policy"] == "fetch"
-    assert_refused(refused, "--lookahead-kv-budget-tokens 100 is not possible")
+    assert_refused(refused, "--lookahead-kv-budget-tokens must be a multiple of the page size 16, got 100.")
 
 
 def test_an_engine_raises_for_a_bad_value(model: Path, tmp_path: Path) -> None:
@@ -308,4 +314,4 @@ def test_an_engine_raises_for_a_bad_value(model: Path, tmp_path: Path) -> None:
     )
     exit_code, output = run([str(program)], environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT)
     assert exit_code == 0, output[-2000:]
-    assert "raised: --lookahead-kv-budget-tokens 100 is not possible" in output
+    assert "raised: --lookahead-kv-budget-tokens must be a multiple of the page size 16, got 100." in output

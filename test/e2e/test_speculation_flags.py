@@ -52,9 +52,9 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "MODEL"): "is no EAGLE-3 head but LlamaForCausalLM: give",
     (*LOOKAHEAD, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
     (*LOOKAHEAD, *NGRAM, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
-    (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "0"): "--speculative-num-steps 0 is not possible",
-    (*LOOKAHEAD, *EAGLE3, *HEAD, TOKENS, "1"): "--speculative-num-draft-tokens 1 is not possible",
-    (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "20"): "--speculative-num-draft-tokens 21 is not possible",
+    (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "0"): "--speculative-num-steps must be 1 or more, got 0.",
+    (*LOOKAHEAD, *EAGLE3, *HEAD, TOKENS, "1"): "--speculative-num-draft-tokens must be 2 or more",
+    (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "20"): "--speculative-num-draft-tokens must be at most a page of 16 tokens",
     (*LOOKAHEAD, *EAGLE3, *HEAD, "--speculative-draft-attention-backend", "triton"): (
         "does not work with --speculative-draft-attention-backend triton: remove it."
     ),

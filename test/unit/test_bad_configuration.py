@@ -89,7 +89,9 @@ def refusal(action: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     flag = "--" + name.replace("_", "-")
-    assert refusal(lambda: LookaheadKVConfig.from_flags({name: value})).startswith(f"{flag} {value} is not possible: ")
+    sentence = refusal(lambda: LookaheadKVConfig.from_flags({name: value}))
+    assert sentence.startswith(f"{flag} must be ")
+    assert sentence.endswith(f", got {value}.")
 
 
 def test_every_knob_has_a_refused_value() -> None:
@@ -144,7 +146,7 @@ def test_drafts_that_do_not_fit_the_local_slots_are_refused() -> None:
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])
 def test_a_page_size_without_kernels_is_refused(block_size: int) -> None:
     sentence = refusal(lambda: LookaheadKVConfig.from_flags({}, block_size))
-    assert sentence == f"--page-size {block_size} is not possible with sglang-oasis: use one of 8, 16, 32."
+    assert sentence == f"--page-size must be one of 8, 16, 32 with sglang-oasis, got {block_size}."
 
 
 def test_a_selector_that_does_not_exist_is_refused() -> None:
@@ -155,7 +157,7 @@ def test_a_dense_layer_that_the_model_lacks_is_refused() -> None:
     config = LookaheadKVConfig.from_flags({"lookahead_kv_dense_layers": "0,3"})
     config.check_layers(4)
     assert refusal(lambda: config.check_layers(3)) == (
-        "--lookahead-kv-dense-layers 3 is not possible: the model has layers 0 to 2."
+        "--lookahead-kv-dense-layers must be layers of the model, 0 to 2, got 3."
     )
 
 

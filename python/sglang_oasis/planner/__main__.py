@@ -42,7 +42,7 @@ def _number(least: float, most: float, kind: type[int] | type[float]) -> Callabl
                 if kind is int
                 else f"number above {least:g} and below {most:g}"
             )
-            raise argparse.ArgumentTypeError(f"{text} is not possible, give a {wanted}")
+            raise argparse.ArgumentTypeError(f"must be a {wanted}, got {text}")
         return value
 
     return parse
@@ -125,7 +125,7 @@ def _in_own_words(message: str) -> str:
     """A message about the server's flags with the planner's names for them."""
     for flag, words in {
         "--lookahead-kv-budget-tokens": "--budget",
-        "--lookahead-kv-sink-tokens": "A --budget of which sinks take",
+        "--lookahead-kv-sink-tokens": "Sink tokens",
         "--lookahead-kv-": "--",
     }.items():
         message = message.replace(flag, words)

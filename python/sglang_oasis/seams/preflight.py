@@ -104,9 +104,7 @@ def check_before_resolution(server_args: Any) -> None:
         )
     chunk = server_args.chunked_prefill_size
     if chunk is not None and chunk > 0 and chunk % page_size:
-        raise LookaheadKVError(
-            f"--chunked-prefill-size {chunk} is not possible: give a multiple of the page size {page_size}."
-        )
+        raise LookaheadKVError(f"--chunked-prefill-size must be a multiple of the page size {page_size}, got {chunk}.")
     _check_overrides(server_args.json_model_override_args)
     _check_drafts(server_args)
     _check_folder("--model-path", server_args.model_path, server_args.load_format)
@@ -230,7 +228,7 @@ def _check_overrides(text: str) -> None:
     except ValueError:
         overrides = None
     if not isinstance(overrides, dict):
-        raise LookaheadKVError(f"--json-model-override-args {text} is not possible: give a JSON object.")
+        raise LookaheadKVError(f"--json-model-override-args must be a JSON object, got {text}.")
 
 
 def _check_folder(flag: str, path: str, load_format: str) -> None:
@@ -285,11 +283,11 @@ def _check_drafts(server_args: Any) -> None:
         )
     steps = server_args.speculative_num_steps
     if algorithm == EAGLE3 and steps is not None and steps < 1:
-        raise LookaheadKVError(f"--speculative-num-steps {steps} is not possible: give 1 or more.")
+        raise LookaheadKVError(f"--speculative-num-steps must be 1 or more, got {steps}.")
     tokens = server_args.speculative_num_draft_tokens
     if algorithm in (EAGLE3, NGRAM) and tokens is not None and tokens < 2:
         raise LookaheadKVError(
-            f"--speculative-num-draft-tokens {tokens} is not possible: it counts the newest token, give 2 or more."
+            f"--speculative-num-draft-tokens must be 2 or more, since it counts the newest token, got {tokens}."
         )
     wanted: dict[str, Any] = {"speculative_eagle_topk": 1}
     if algorithm == NGRAM:

@@ -109,8 +109,8 @@ def _refuse_half_a_backend(server_args: Any) -> None:
         if getattr(server_args, f"{phase}_attention_backend") == DENSE_BACKEND_NAME:
             activation.print_sentences()
             raise LookaheadKVError(
-                f"--{phase}-attention-backend {DENSE_BACKEND_NAME} is not possible: "
-                f"use --attention-backend {DENSE_BACKEND_NAME}, which serves both phases."
+                f"--{phase}-attention-backend cannot be {DENSE_BACKEND_NAME}: use --attention-backend "
+                f"{DENSE_BACKEND_NAME}, which serves both phases."
             )
 
 
