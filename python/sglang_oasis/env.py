@@ -39,16 +39,15 @@ class DebugEnv:
         )
 
 
-class FreeAtLaunch:
-    """`SGLANG_OASIS_FREE_HOST_BYTES`: host memory that was free in the launcher, for its data-parallel replicas."""
+FREE_AT_LAUNCH = "SGLANG_OASIS_FREE_HOST_BYTES"
+"""Host memory that was free in the launcher, which tells its data-parallel replicas."""
 
-    _NAME = "SGLANG_OASIS_FREE_HOST_BYTES"
 
-    @classmethod
-    def note(cls, size: int) -> None:
-        os.environ[cls._NAME] = str(size)
+def note_free_at_launch(size: int) -> None:
+    os.environ[FREE_AT_LAUNCH] = str(size)
 
-    @classmethod
-    def read(cls) -> int | None:
-        noted = os.environ.get(cls._NAME)
-        return None if noted is None else int(noted)
+
+def free_at_launch() -> int | None:
+    """In bytes; None where no launcher has noted it."""
+    noted = os.environ.get(FREE_AT_LAUNCH)
+    return None if noted is None else int(noted)

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from sglang_oasis.config import AUTO_AUDIT_INTERVAL, DUAL_ALGORITHM, KNOBS, LookaheadKVConfig, Speculation
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.lookahead.selectors import SELECTORS
+from sglang_oasis.lookahead.sources import SOURCES
+from sglang_oasis.registry import Registry
 from sglang_oasis.seams.launch_environment import check_model_folder, check_port, listen
 from sglang_oasis.seams.preflight import check_device
 from sglang_oasis.testing.ports import reserve_port
@@ -49,7 +51,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_smoothing", -0.1),
     ("lookahead_kv_smoothing", math.nan),
     ("lookahead_kv_smoothing", "auto"),
-    ("lookahead_kv_source", "oracle"),
     ("lookahead_kv_miss_policy", "wait"),
     ("lookahead_kv_miss_policy", None),
     ("lookahead_kv_host_gb", 0),
@@ -71,7 +72,6 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_dense_layers", [-1]),
     ("lookahead_kv_audit_interval", -1),
     ("lookahead_kv_audit_interval", 1.5),
-    ("lookahead_kv_source", "draft"),  # without speculation there are no drafts
     ("lookahead_kv_reject_drafts", "no"),
 ]
 
@@ -95,7 +95,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_every_knob_has_a_refused_value() -> None:
-    looked_up = {"lookahead_kv_selector"}
+    looked_up = {"lookahead_kv_selector", "lookahead_kv_source"}
     assert {knob.name for knob in KNOBS} == looked_up | {name for name, _ in OUT_OF_RANGE}
 
 
@@ -126,7 +126,8 @@ def test_the_source_is_what_the_server_speculates_with() -> None:
     resolved = [sourced("auto", algorithm).source for algorithm in (None, "EAGLE3", "NGRAM", DUAL_ALGORITHM)]
     assert resolved == ["last-query", "draft", "draft", "dual"]
     assert sourced("last-query", "EAGLE3").source == "last-query"
-    assert "takes the place of --speculative-algorithm NGRAM" in refusal(lambda: sourced("dual", "NGRAM"))
+    assert "leave it out, or --speculative-algorithm NGRAM" in refusal(lambda: sourced("dual", "NGRAM"))
+    assert "needs drafts: add --speculative-algorithm" in refusal(lambda: sourced("draft", None))
 
 
 @pytest.mark.parametrize(("source", "algorithm"), [("auto", None), ("dual", None), ("auto", DUAL_ALGORITHM)])
@@ -138,9 +139,13 @@ def test_rejecting_drafts_where_there_are_none_is_refused(source: str, algorithm
 
 def test_drafts_that_do_not_fit_the_local_slots_are_refused() -> None:
     assert sourced("draft", "NGRAM", 7).draft_tokens == 7
-    assert "--speculative-num-draft-tokens 9" in refusal(lambda: sourced("draft", "NGRAM", 8))
+    assert "must be at most a page of 8 tokens with --enable-lookahead-kv, got 9." in refusal(
+        lambda: sourced("draft", "NGRAM", 8)
+    )
     no_recent_page = {"lookahead_kv_recent_tokens": 0}
-    assert "--lookahead-kv-recent-tokens 0" in refusal(lambda: sourced("draft", "NGRAM", 3, **no_recent_page))
+    assert "--lookahead-kv-recent-tokens must be 1 or more with speculation, got 0." in refusal(
+        lambda: sourced("draft", "NGRAM", 3, **no_recent_page)
+    )
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])
@@ -149,8 +154,10 @@ def test_a_page_size_without_kernels_is_refused(block_size: int) -> None:
     assert sentence == f"--page-size must be one of 8, 16, 32 with sglang-oasis, got {block_size}."
 
 
-def test_a_selector_that_does_not_exist_is_refused() -> None:
-    assert "--lookahead-kv-selector must be one of" in refusal(lambda: SELECTORS.find("psychic"))
+@pytest.mark.parametrize(("registry", "flag"), [(SELECTORS, "selector"), (SOURCES, "source")])
+def test_a_name_that_is_not_registered_is_refused(registry: Registry[Any], flag: str) -> None:
+    sentence = refusal(lambda: registry.find("psychic"))
+    assert sentence == f"--lookahead-kv-{flag} must be one of {', '.join(registry.names())}, got psychic."
 
 
 def test_a_dense_layer_that_the_model_lacks_is_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from sglang_oasis.env import FreeAtLaunch
+from sglang_oasis.env import free_at_launch, note_free_at_launch
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams.dtypes import kv_dtype
 from sglang_oasis.seams.flags import EAGLE3, config_of, enabled
@@ -107,7 +107,7 @@ def _layout(runner: Any, model_config: Any) -> TierLayout:
 
 def note_free_host_bytes() -> None:
     """Tell the processes to be started what is free before any of them runs."""
-    FreeAtLaunch.note(available_host_bytes())
+    note_free_at_launch(available_host_bytes())
 
 
 def host_bytes_to_share(server_args: Any) -> int | None:
@@ -117,7 +117,7 @@ def host_bytes_to_share(server_args: Any) -> int | None:
     weights or filled its pool when another measures. So each starts from what was free in the launcher, and what it
     has taken itself comes off its own share.
     """
-    noted = FreeAtLaunch.read()
+    noted = free_at_launch()
     if server_args.dp_size == 1 or noted is None:
         return None
     own = psutil.Process().memory_info()

@@ -40,7 +40,10 @@ from sglang_oasis.planner.models import KNOWN_MODELS
         ("--model Llama-3.1-70B --gpu h100 --context 32768", "raise --tp"),
         ("--model Qwen3-8B --gpu h100 --context 900000000", "lower --budget or --context"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --mem-fraction 1", "above 0 and below 1"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --budget 16", "Sink tokens must be at least a page less than the budget"),
+        (
+            "--model Qwen3-8B --gpu h100 --context 32768 --budget 16",
+            "Sink tokens must be at least a page less",
+        ),
         ("--model Qwen3-8B --gpu h100 --context 32768 --plot nosuffix", "--plot nosuffix has no suffix"),
         ("--model Qwen3-8B --gpu h100 --context 1e5", "must be a whole number"),
         ("--model '' --gpu h100 --context 32768", "--model '' is not known"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_oasis.config import LookaheadKVConfig
+from sglang_oasis.env import FREE_AT_LAUNCH
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.seams import sizing
 from sglang_oasis.seams.sizing import bytes_to_divide, check_host_bytes
@@ -165,7 +166,7 @@ def test_replicas_get_equal_shares_whoever_measures_first(monkeypatch: pytest.Mo
     """Each has 3 GB of weights; the last one to measure finds the weights and the pool of the other in memory."""
     weights = SimpleNamespace(rss=4 * GB, shared=1 * GB)
     monkeypatch.setattr(sizing.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: weights))
-    monkeypatch.setenv(sizing.FREE_AT_LAUNCH, str(24 * GB))
+    monkeypatch.setenv(FREE_AT_LAUNCH, str(24 * GB))
     monkeypatch.setattr(available.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_now))
     replicas = SimpleNamespace(dp_size=2, tp_size=1, nnodes=1)
     free = sizing.host_bytes_to_share(replicas)
@@ -175,7 +176,7 @@ def test_replicas_get_equal_shares_whoever_measures_first(monkeypatch: pytest.Mo
 
 
 def test_the_launcher_notes_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(sizing.FREE_AT_LAUNCH, "1")  # of an engine before this one
+    monkeypatch.setenv(FREE_AT_LAUNCH, "1")  # of an engine before this one
     monkeypatch.setattr(sizing, "available_host_bytes", lambda: 7 * GB)
     sizing.note_free_host_bytes()
-    assert os.environ[sizing.FREE_AT_LAUNCH] == str(7 * GB)
+    assert os.environ[FREE_AT_LAUNCH] == str(7 * GB)
