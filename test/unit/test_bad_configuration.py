@@ -139,13 +139,11 @@ def test_rejecting_drafts_where_there_are_none_is_refused(source: str, algorithm
 
 def test_drafts_that_do_not_fit_the_local_slots_are_refused() -> None:
     assert sourced("draft", "NGRAM", 7).draft_tokens == 7
-    assert "must be at most a page of 8 tokens with --enable-lookahead-kv, got 9." in refusal(
-        lambda: sourced("draft", "NGRAM", 8)
-    )
+    sentence = refusal(lambda: sourced("draft", "NGRAM", 8))
+    assert "must be at most a page of 8 tokens with --enable-lookahead-kv, got 9." in sentence
     no_recent_page = {"lookahead_kv_recent_tokens": 0}
-    assert "--lookahead-kv-recent-tokens must be 1 or more with speculation, got 0." in refusal(
-        lambda: sourced("draft", "NGRAM", 3, **no_recent_page)
-    )
+    sentence = refusal(lambda: sourced("draft", "NGRAM", 3, **no_recent_page))
+    assert sentence == "--lookahead-kv-recent-tokens must be 1 or more with speculation, got 0."
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 4, 12, 64])
