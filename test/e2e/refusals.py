@@ -13,10 +13,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAUNCH_TIMEOUT = 180.0
 
 
-def resolved(*command_lines: list[str]) -> list[dict[str, Any]]:
-    """What becomes of each command line, without a launch."""
+def resolved(*command_lines: list[str], **variables: str) -> list[dict[str, Any]]:
+    """What becomes of each command line, without a launch, with these environment variables besides."""
     argv = ["-m", argument_resolution.__name__, json.dumps(command_lines)]
-    exit_code, output = run(argv, environment=ENVIRONMENT, timeout=LAUNCH_TIMEOUT)
+    exit_code, output = run(argv, environment={**ENVIRONMENT, **variables}, timeout=LAUNCH_TIMEOUT)
     assert exit_code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith(argument_resolution.MARK)]
     return json.loads(line.removeprefix(argument_resolution.MARK))

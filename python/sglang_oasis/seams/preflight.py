@@ -186,7 +186,7 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
         "--lookahead-kv-audit-interval": (config.audit_interval > 0, "leave it out"),
         f"--lookahead-kv-selector {config.selector}": (
             not isinstance(SELECTORS.find(config.selector), BoundSelector),
-            "use minmax or midrange",
+            "its kernels compute bounds only, use minmax or midrange",
         ),
         "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or leave it out"),
         "--lookahead-kv-source dual": (view.speculative_algorithm == DUAL_ALGORITHM, "use last-query"),
