@@ -97,7 +97,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         *("--enable-lookahead-kv", "--dtype", "float32"),
         *("--lookahead-kv-budget-tokens", str(BUDGET_TOKENS), "--lookahead-kv-source", "last-query"),
         *("--lookahead-kv-selector", "minmax", "--lookahead-kv-summary-dtype", "bf16"),
-        *("--lookahead-kv-sink-tokens", "0"),
+        *("--lookahead-kv-sink-tokens", "0", "--lookahead-kv-host-gb", "1.5", "--lookahead-kv-device-gb", "1.5"),
         *POLICIES[policy],
     )
     with launch_server(*flags, env={"SGLANG_OASIS_TRACE_DIR": str(trace), **environment}) as server:
