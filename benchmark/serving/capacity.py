@@ -1,4 +1,4 @@
-"""How many long requests decode at once in the same device KV bytes: stock SGLang against lookahead KV.
+"""How many long requests decode concurrently in the same device KV bytes: stock SGLang against lookahead KV.
 
     python -m benchmark.serving.capacity                 # the whole reference model
     python -m benchmark.serving.capacity --layers 4      # its first four layers: the same ratio, much faster
@@ -76,7 +76,7 @@ class Outcome:
 
     Attributes:
         clients: requests sent at once.
-        running: most requests that ran at once, by SGLang's own metric.
+        running: most requests that ran concurrently, by SGLang's own metric.
         finished: requests that produced all their tokens.
         device_bytes: device KV bytes it was given.
     """

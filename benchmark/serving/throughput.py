@@ -46,7 +46,7 @@ class Run:
     Attributes:
         server, workload: what ran.
         requests: sent, all at once.
-        running: requests that decoded at once, median over the tokens.
+        running: requests that decoded concurrently, median over the tokens.
         decode_throughput: tokens per second of all that decode, median over the tokens.
         output_throughput: tokens per second of the whole run.
         median_itl_ms: milliseconds between two tokens of a request.

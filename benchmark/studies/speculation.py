@@ -72,7 +72,7 @@ class Outcome:
 
     Attributes:
         variant: its name.
-        batch: requests that decode at once.
+        batch: requests that decode concurrently.
         throughput, accept_length: see `Sample`.
         to_plain: throughput relative to the same backend without speculation, None where that did not run.
         to_dense: relative to the dense backend with the same speculation, None where there is none.
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {variant.name: variant for variant in variants()}
     parser.add_argument("--variants", nargs="+", choices=known, default=list(known), help="some of the servers")
-    parser.add_argument("--requests", type=int, default=8, help="most that lookahead KV decodes at once")
+    parser.add_argument("--requests", type=int, default=8, help="most that lookahead KV decodes concurrently")
     parser.add_argument("--dense-requests", type=int, default=3, help="R, requests whose full KV the device bytes hold")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each prompt")
     parser.add_argument("--budget", type=int, default=1024)

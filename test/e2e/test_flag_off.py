@@ -138,7 +138,7 @@ except LookaheadKVError as error:
     print("refused", error)
 """
     )
-    assert "ForwardBatch.init_new did not take" in run_forked(tmp_path, script, str(truncated_model_path(4)))
+    assert "ForwardBatch.init_new could not be installed" in run_forked(tmp_path, script, str(truncated_model_path(4)))
 
 
 def test_help_shows_every_flag_under_its_own_heading(tmp_path: Path) -> None:

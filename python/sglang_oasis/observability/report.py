@@ -26,7 +26,7 @@ def start_up_summary(snapshot: Snapshot, compute_dtype: torch.dtype) -> str:
         "Lookahead KV is on",
         f"  host KV          {snapshot.host_tokens} tokens, {_gb(snapshot.host_bytes)} with summaries",
         f"  dtype            computes in {_name(compute_dtype)}, keeps K and V in {_name(layout.dtype)}",
-        f"  rows             {snapshot.rows_capacity} requests decode at once",
+        f"  rows             {snapshot.rows_capacity} requests decode concurrently",
         f"  device           {_gb((snapshot.rows_capacity + 1) * layout.row_bytes)}: {_mb(layout.row_bytes)} per row, "
         f"of which summaries {_mb(layout.row_summary_bytes)}",
         f"  budget           {budget} blocks of {config.block_size} tokens per KV head and layer{covers}, of which "

@@ -46,7 +46,7 @@ def predict_admissions(
     admissions: DeviceAdmissions,
     counters: Tensor,
 ) -> None:
-    """`score_blocks`, the K best by `torch.topk`, `select_admissions`; see there for the arguments.
+    """`score_blocks`, the K best by `torch.topk`, `select_admissions`; whose docstrings explain the arguments.
 
     Blocks of equal score rank in any order here.
     """

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tp", type=count, default=1, metavar="GPUS", help="tensor-parallel GPUs, on one host (default: 1)")
     add("--host-gb", type=amount, metavar="GB", help="host memory for the KV cache, of all GPUs together "
         "(default: as much as the requests take)")  # fmt: skip
-    add("--batch", type=count, metavar="REQUESTS", help="that decode at once (default: as many as fit)")
+    add("--batch", type=count, metavar="REQUESTS", help="that decode concurrently (default: as many as fit)")
     add("--mem-fraction", type=_number(0, 1, float), metavar="SHARE", help="of each GPU's memory for weights and KV "
         "cache (default: as SGLang would choose)")  # fmt: skip
     add("--weight-bits", type=_number(0, 64, float), metavar="BITS", help="per weight (default: those of the dtype)")

@@ -173,7 +173,7 @@ def request_bytes(layout: TierLayout, context: int) -> RequestBytes:
 
 
 class Capacity(NamedTuple):
-    """Requests that decode at once.
+    """Requests that decode concurrently.
 
     Attributes:
         dense: with the whole KV cache on the device.

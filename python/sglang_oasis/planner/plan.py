@@ -141,7 +141,7 @@ def make_plan(deployment: Deployment, batch: int | None = None, drift: float | N
 
     Args:
         deployment: what to plan.
-        batch: requests that decode at once, None for as many as fit.
+        batch: requests that decode concurrently, None for as many as fit.
         drift: blocks per KV head and layer that a step wants anew, None for as many as the cap lets through.
 
     Raises:

@@ -33,7 +33,7 @@ from sglang_oasis.seams import (
     stop_regex,
     termination,
 )
-from sglang_oasis.seams.seam import Seam, did_not_take
+from sglang_oasis.seams.seam import Seam, not_installed
 
 _MODULES = (
     dtypes,
@@ -93,7 +93,7 @@ def verify() -> None:
     for seam in seams():
         hooks = HookRegistry._hooks.get(seam.path, [])
         if seam.path not in HookRegistry._patched or not any(hook is seam.hook for _, hook, _ in hooks):
-            raise did_not_take(f"the hook on {seam.path}")
+            raise not_installed(f"the hook on {seam.path}")
 
 
 def _check_version() -> None:

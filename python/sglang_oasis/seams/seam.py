@@ -31,9 +31,9 @@ class Seam:
         return self.target if self.target.split(".")[0] in _PACKAGES else f"sglang.srt.{self.target}"
 
 
-def did_not_take(what: str) -> LookaheadKVError:
+def not_installed(what: str) -> LookaheadKVError:
     """The error for something of ours that is not in place inside SGLang."""
     return LookaheadKVError(
-        f"sglang-oasis cannot start: {what} did not take; install sglang=={SUPPORTED_SGLANG_VERSION}, or remove the "
+        f"sglang-oasis cannot start: {what} could not be installed; install sglang=={SUPPORTED_SGLANG_VERSION}, or remove the "
         f"plugin that occupies it."
     )

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.seams.flags import EAGLE3, uses_host_pool
 from sglang_oasis.seams.running_batch import looks_back
-from sglang_oasis.seams.seam import Seam, did_not_take
+from sglang_oasis.seams.seam import Seam, not_installed
 from sglang_oasis.serving.cpu_platform import speculative as ops
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 from sglang_oasis.serving.drafting import DraftSteps
@@ -109,7 +109,7 @@ def verify() -> None:
         return
     found = getattr(sys.modules.get(_RECONSTRUCT), _RECONSTRUCT_FUNCTION, None)
     if found is not ops.reconstruct_indices_from_tree_mask:
-        raise did_not_take(f"its stand-in for {_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
+        raise not_installed(f"its stand-in for {_RECONSTRUCT}.{_RECONSTRUCT_FUNCTION}")
 
 
 _ON_CPU = [

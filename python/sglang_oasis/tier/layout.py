@@ -124,7 +124,7 @@ class TierLayout:
         return self.kv_heads * self.chunk_bytes * len(self.sparse_layers) * cap
 
     def rows_in(self, device_bytes: int, draft_row_bytes: int = 0) -> int:
-        """Requests that decode at once in `device_bytes`; one row more is allocated as SGLang's padding row 0.
+        """Requests that decode concurrently in `device_bytes`; one row more is allocated as SGLang's padding row 0.
 
         Args:
             device_bytes: for all rows.

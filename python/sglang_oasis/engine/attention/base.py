@@ -57,7 +57,7 @@ class AttentionSetup(NamedTuple):
 
 
 class DeviceAttention(NamedTuple):
-    """Both kinds."""
+    """The kernels of decode and of prefill."""
 
     decode: DecodeAttention
     prefill: PrefillAttention
