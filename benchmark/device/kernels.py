@@ -28,7 +28,16 @@ from scripts.kernel_reports.report_file import report_file
 from scripts.kernel_reports.workload import QWEN3_8B, Workload
 from sglang_oasis.kernels.cuda import native, overrides
 from sglang_oasis.ops import device_step
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
+from sglang_oasis.ops.device_step import (
+    Admitting,
+    Among,
+    DeviceAdmissions,
+    LayerState,
+    Mark,
+    NewTokens,
+    Ranking,
+    StepTable,
+)
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.staging import PageCopies, TokenRuns, stage_pages, write_back
 from sglang_oasis.testing.graphs import captured
@@ -150,44 +159,36 @@ def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, fl
     spare = DeviceAdmissions(*torch.full((2, n, load.heads, load.most), -1, dtype=torch.int32, device=device))
     scratch = torch.empty((n, load.heads, load.blocks + 1), device=device)
 
+    ranking = Ranking(fmt, scale, TIGHTNESS, DECAY, SINKS)
+    admitting = Admitting(cap, spare, counters)
+
+    def among(layer: Layer) -> Among:
+        return Among(layer.table.rows, layer.table.candidates)
+
     def take(layer: Layer) -> None:
         _, keys, values = layer.projected.split([load.group * load.heads, load.heads, load.heads], dim=1)
-        device_step.take_tokens(*layer_tiers(layer), layer.table, layer.indices, keys, values, 0, fmt)
+        device_step.take_tokens(state_of(layer), layer.table, NewTokens(layer.indices, keys, values), fmt)
 
     def score(layer: Layer) -> None:
-        device_step.score_blocks(
-            layer.queries, layer.summaries, layer.table.rows, layer.table.candidates, fmt, scale, TIGHTNESS,
-            layer.averages, DECAY, SINKS,
-        )  # fmt: skip
+        device_step.score_blocks(layer.queries, layer.summaries, among(layer), ranking, layer.averages)
 
     def select(layer: Layer) -> None:
-        table = layer.table
-        device_step.select_admissions(
-            layer.predicted, table.candidates, table.rows, layer.maps, table.number, 1, cap, spare, counters
-        )
+        mark = Mark(layer.table.number, 1)
+        device_step.select_admissions(layer.predicted, among(layer), layer.maps, mark, admitting)
 
     def fetch(layer: Layer) -> None:
-        device_step.fetch_blocks(
-            layer.blocks, layer.maps, layer.host_kv, layer.req_to_token, layer.table.rows, layer.admissions,
-            layer.table.number, 1,
-        )  # fmt: skip
+        device_step.fetch_blocks(state_of(layer), layer.table.rows, layer.admissions, Mark(layer.table.number, 1))
 
     def attend(layer: Layer) -> None:
         query = layer.projected[:, : load.group * load.heads]
         device_step.attend(query, layer.blocks, layer.table.rows, slots, lengths, starts, scale, load.tokens)
 
     def fused(layer: Layer) -> None:
-        table = layer.table
-        native.fused_select(
-            layer.queries, layer.summaries, fmt, table.rows, table.candidates, layer.maps, layer.averages, scale,
-            TIGHTNESS, DECAY, SINKS, table.number, 1, cap, spare, counters, scratch,
-        )  # fmt: skip
+        mark = Mark(layer.table.number, 1)
+        native.fused_select(layer.queries, state_of(layer), among(layer), ranking, mark, admitting, scratch)
 
     def fetch_native(layer: Layer) -> None:
-        native.fetch_blocks(
-            layer.blocks, layer.maps, layer.host_kv, layer.req_to_token, layer.table.rows, layer.admissions,
-            layer.table.number, 1,
-        )  # fmt: skip
+        native.fetch_blocks(state_of(layer), layer.table.rows, layer.admissions, Mark(layer.table.number, 1))
 
     share = -(-n // max(1, load.block_size // load.tokens)) / n
     yield "take_tokens", "link", traffic.take_tokens(load, share).link, take
@@ -209,11 +210,8 @@ def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, fl
     yield "fused_select (C++)", "memory", selecting.moved, fused
 
 
-def layer_tiers(layer: Layer) -> tuple[Tensor, Maps, Tensor, Tensor, Tensor, Tensor]:
-    """The first arguments of `take_tokens`."""
-    return (
-        layer.blocks, layer.maps, layer.summaries, layer.host_kv, layer.host_summaries, layer.req_to_token
-    )  # fmt: skip
+def state_of(layer: Layer) -> LayerState:
+    return LayerState(*layer[: len(LayerState._fields)])
 
 
 def measure_kernels(load: Workload, device: torch.device, allocate: Allocate, tiny: bool) -> Iterator[Rate | str]:

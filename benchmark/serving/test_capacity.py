@@ -1,4 +1,4 @@
-"""In the device bytes that hold R dense requests, at least 4R decode concurrently (the first layers of the real model)."""
+"""In the device bytes that hold R dense requests, at least 4R decode concurrently (on four layers of the model)."""
 
 from __future__ import annotations
 

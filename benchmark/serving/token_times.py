@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def decoding(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(requests that decode concurrently, their tokens per second), medians over all tokens but the first of each request.
+    """(requests that decode concurrently, their tokens per second), medians over all tokens but each request's first.
 
     Args:
         ttfts: seconds to the first token of requests that were sent at the same time.

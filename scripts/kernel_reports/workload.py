@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.kernels.triton import launches
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
+from sglang_oasis.ops.device_step import (
+    Admitting,
+    Among,
+    DeviceAdmissions,
+    LayerState,
+    Mark,
+    NewTokens,
+    Ranking,
+    StepTable,
+)
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
@@ -106,18 +115,14 @@ def launches_of(load: Workload, device: str = "meta") -> list[launches.Launch]:
     slots = tensor(n, load.selected + load.local)
     sources, targets = tensor(n, dtype=torch.int64), tensor(n, dtype=torch.int64)
     scale, out = dim**-0.5, torch.empty_like(query)
+    layer = LayerState(blocks, maps, summaries, averages, host_kv, host_summaries, req_to_token)
+    among, mark = Among(table.rows, table.candidates), Mark(table.number, 1)
+    admitting = Admitting(tensor(1), admissions, tensor(2, dtype=torch.int64))
     return [
-        launches.take_tokens(
-            blocks, maps, summaries, host_kv, host_summaries, req_to_token, table, indices, keys, values, 0, fmt
-        ),
-        *launches.score_blocks(
-            queries, summaries, table.rows, table.candidates, fmt, scale, 0.6, averages, 0.8, 1, 3.0, scores
-        ),
-        launches.select_admissions(
-            predicted, table.candidates, table.rows, maps, table.number, 1, tensor(1), admissions,
-            tensor(2, dtype=torch.int64),
-        ),
-        launches.fetch_blocks(blocks, maps, host_kv, req_to_token, table.rows, admissions, table.number, 1),
+        launches.take_tokens(layer, table, NewTokens(indices, keys, values), fmt),
+        *launches.score_blocks(queries, summaries, among, Ranking(fmt, scale, 0.6, 0.8, 1), averages, scores),
+        launches.select_admissions(predicted, among, maps, mark, admitting),
+        launches.fetch_blocks(layer, table.rows, admissions, mark),
         launches.attend(query, blocks, table.rows, slots, kv_lengths, starts, scale, load.tokens, out),
         launches.summarise_blocks(host_kv, sources, host_summaries, targets, fmt),
-    ]  # fmt: skip
+    ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.kernels.cuda import native
+from sglang_oasis.ops.device_step import Admitting, Among, DeviceAdmissions, LayerState, Mark, Ranking
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import ESCAPE, UNKNOWN, smooth_scores
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise
@@ -56,23 +57,15 @@ class Selection:
         counted = put(torch.zeros(2, dtype=torch.int64) if counters is None else counters)
         maps = self.place.put_all(self.maps)
         averages = None if self.averages is None else put(self.averages)
+        nothing = torch.empty(0)
+        state = LayerState(nothing, maps, put(self.summaries), averages, nothing, nothing, nothing)
         native.fused_select(
             put(self.queries),
-            put(self.summaries),
-            self.fmt,
-            put(self.rows),
-            put(self.candidates),
-            maps,
-            averages,
-            self.scale,
-            self.tightness,
-            self.decay,
-            self.sinks,
-            put(torch.tensor([NUMBER], dtype=torch.int32)),
-            self.offset,
-            put(torch.tensor([self.cap], dtype=torch.int32)),
-            (admissions[0], admissions[1]),
-            counted,
+            state,
+            Among(put(self.rows), put(self.candidates)),
+            Ranking(self.fmt, self.scale, self.tightness, self.decay, self.sinks),
+            Mark(put(torch.tensor([NUMBER], dtype=torch.int32)), self.offset),
+            Admitting(put(torch.tensor([self.cap], dtype=torch.int32)), DeviceAdmissions(*admissions), counted),
             put(torch.full((n, heads, blocks), float("nan"))),
             shared_bytes=self.shared_bytes,
         )
@@ -276,10 +269,10 @@ def check_fetch_blocks(
     admit_blocks.reference(expected, expected_maps, host_kv, pages[rows].int(), rows, admissions, 2 * NUMBER + 1)
     number = torch.tensor([NUMBER], dtype=torch.int32)
     resident, maps = place.put(resident), place.put_all(maps)
-    native.fetch_blocks(
-        resident, maps, place.pin(host_kv), place.put(tokens.flatten(1).int()), place.put(rows),
-        (place.put(blocks), place.put(slots)), place.put(number), 1, thread_blocks=thread_blocks,
-    )  # fmt: skip
+    nothing = torch.empty(0)
+    state = LayerState(resident, maps, nothing, None, place.pin(host_kv), nothing, place.put(tokens.flatten(1).int()))
+    wanted = DeviceAdmissions(place.put(blocks), place.put(slots))
+    native.fetch_blocks(state, place.put(rows), wanted, Mark(place.put(number), 1), thread_blocks)
     assert torch.equal(resident.cpu(), expected)
     for name in Maps._fields:
         assert torch.equal(getattr(maps, name).cpu(), getattr(expected_maps, name)), name

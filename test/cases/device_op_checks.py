@@ -6,7 +6,7 @@ import torch
 
 from sglang_oasis.kernels.triton import overrides
 from sglang_oasis.ops import device_step
-from sglang_oasis.ops.device_step import DeviceAdmissions
+from sglang_oasis.ops.device_step import Admitting, Among, DeviceAdmissions, Mark, NewTokens, Ranking
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from test.cases.device_step_cases import (
     ODD,
@@ -41,13 +41,13 @@ def check_take_tokens(
     rng = generator(seed)
     layer = make_layer(shape, fmt, rng)
     layer = layer._replace(host_kv=layer.host_kv.to(host_dtype))
-    table, indices, keys, values, first = make_token_step(layer, 2, padding, tokens, first, rng)
-    keys, values = keys.to(key_dtype), values.to(key_dtype)
+    table, new = make_token_step(layer, 2, padding, tokens, first, rng)
+    new = new._replace(keys=new.keys.to(key_dtype), values=new.values.to(key_dtype))
     expected = layer.copy()
-    device_step.take_tokens.reference(*expected, table, indices, keys, values, first, fmt)
+    device_step.take_tokens.reference(expected.state, table, new, fmt)
     layer = layer.on(place)
-    table, indices, keys, values = place.put_all(table), place.put(indices), place.put(keys), place.put(values)
-    overrides.take_tokens(*layer, table, indices, keys, values, first, fmt)
+    indices, keys, values = (place.put(tensor) for tensor in new[:3])
+    overrides.take_tokens(layer.state, place.put_all(table), NewTokens(indices, keys, values, first), fmt)
     assert_same_bits(layer.memory(), expected.memory())
 
 
@@ -80,13 +80,13 @@ def check_score_blocks(
         beyond = torch.arange(shape.logical) >= torch.cat([torch.zeros(1, dtype=torch.int64), counts])[:, None, None]
         averages.masked_fill_(beyond, float("nan"))
     expected_averages = None if averages is None else averages.clone()
-    settings_of_both = (fmt, 0.3, tightness)
+    ranking = Ranking(fmt, 0.3, tightness, 0.8, sinks)
     expected = device_step.score_blocks.reference(
-        queries, layer.summaries, rows, candidates, *settings_of_both, expected_averages, 0.8, sinks
+        queries, layer.summaries, Among(rows, candidates), ranking, expected_averages
     )
     queries, summaries, rows, candidates = map(place.put, (queries, layer.summaries, rows, candidates))
     averages = None if averages is None else place.put(averages)
-    got = overrides.score_blocks(queries, summaries, rows, candidates, *settings_of_both, averages, 0.8, sinks)
+    got = overrides.score_blocks(queries, summaries, Among(rows, candidates), ranking, averages)
     torch.testing.assert_close(got.cpu(), expected, rtol=2e-4, atol=1e-6)
     if averages is not None:
         torch.testing.assert_close(averages.cpu(), expected_averages, rtol=2e-4, atol=1e-6, equal_nan=True)
@@ -113,9 +113,8 @@ def check_select_admissions(
         held = where.put_all(maps)
         admissions = where.put_all(empty_admissions(len(rows), heads, most))
         counters, number, limit = where.put(torch.tensor([5, 7])), *where.put(torch.tensor([[9], [cap]]).int())
-        op(
-            where.put(predicted), where.put(counts.int()), where.put(rows), held, number, 1, limit, admissions, counters
-        )  # fmt: skip
+        among = Among(where.put(rows), where.put(counts.int()))
+        op(where.put(predicted), among, held, Mark(number, 1), Admitting(limit, admissions, counters))
         results.append((*admissions, counters, *held))
     for got, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(got.cpu(), expected)
@@ -147,10 +146,7 @@ def check_fetch_blocks(
     memories, number = [], torch.tensor([21], dtype=torch.int32)
     for op, where in ((device_step.fetch_blocks.reference, CPU), (overrides.fetch_blocks, place)):
         tiers = layer.on(where)
-        op(
-            tiers.blocks, tiers.maps, tiers.host_kv, tiers.req_to_token, where.put(rows), where.put_all(admissions),
-            where.put(number), 1,
-        )  # fmt: skip
+        op(tiers.state, where.put(rows), where.put_all(admissions), Mark(where.put(number), 1))
         memories.append(tiers.memory())
     assert_same_bits(memories[1], memories[0])
 

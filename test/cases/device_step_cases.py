@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
+from sglang_oasis.ops.device_step import DeviceAdmissions, LayerState, NewTokens, StepTable
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SummaryFormat, summarise
 from test.cases.kernel_cases import DTYPES, occupied_maps
@@ -56,7 +56,7 @@ SHAPES = st.builds(
 
 
 class Layer(NamedTuple):
-    """Both tiers of a layer, as the ops take them."""
+    """Both tiers of a layer."""
 
     blocks: Tensor
     maps: Maps
@@ -64,6 +64,13 @@ class Layer(NamedTuple):
     host_kv: Tensor
     host_summaries: Tensor
     req_to_token: Tensor
+
+    @property
+    def state(self) -> LayerState:
+        """As the ops take it."""
+        return LayerState(
+            self.blocks, self.maps, self.summaries, None, self.host_kv, self.host_summaries, self.req_to_token
+        )
 
     def copy(self) -> Layer:
         clone = [Maps(*(m.clone() for m in x)) if isinstance(x, Maps) else x.clone() for x in self]
@@ -135,13 +142,10 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 class TokenStep(NamedTuple):
-    """The arguments of `take_tokens` besides the layer."""
+    """The arguments of `take_tokens` besides the layer and the format."""
 
     table: StepTable
-    indices: Tensor
-    keys: Tensor
-    values: Tensor
-    first: int
+    tokens: NewTokens
 
 
 def make_token_step(layer: Layer, live: int, padding: int, tokens: int, first: int, rng: torch.Generator) -> TokenStep:
@@ -177,4 +181,4 @@ def make_token_step(layer: Layer, live: int, padding: int, tokens: int, first: i
             table.expected[i] = open_block - 1
     whole = torch.randn((2, len(rows) * tokens, heads + 1, dim), generator=rng)
     keys, values = whole[:, :, :heads]
-    return TokenStep(table, indices.flatten(), keys, values, first)
+    return TokenStep(table, NewTokens(indices.flatten(), keys, values, first))

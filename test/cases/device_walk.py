@@ -308,6 +308,9 @@ class RecordedKernels:
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
 
+    def fused_select_fits(self, *arguments: Any) -> bool:
+        return True
+
     def fused_select(self, *arguments: Any) -> None:
         queries, summaries, _, rows, candidates, head_map, last_selected, slot_of, averages, *others = arguments
         tensors = [each for each in others if isinstance(each, Tensor)]

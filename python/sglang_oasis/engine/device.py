@@ -34,7 +34,15 @@ from sglang_oasis.lookahead.policy import URGENT
 from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
 from sglang_oasis.lookahead.startup import STARTUP_QUERIES, build_row
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries, tabulate
-from sglang_oasis.ops.device_step import score_blocks, summarise_blocks, take_tokens
+from sglang_oasis.ops.device_step import (
+    Among,
+    LayerState,
+    NewTokens,
+    Ranking,
+    score_blocks,
+    summarise_blocks,
+    take_tokens,
+)
 from sglang_oasis.ops.streams import Streams, streams_of
 from sglang_oasis.tier.prefill.page_cache import PageCache
 from sglang_oasis.tier.prefill.plan import PrefillPass
@@ -87,7 +95,6 @@ class DeviceEngine(Engine):
         assert isinstance(selector, BoundSelector), "checked before the server starts"
         assert config.fetch_ratio is not None, "checked before the server starts"
         self._streams = streams = streams_of(device.device) if device.streams is None else device.streams
-        self._selector = selector
         (self._scale,) = set(setup.scales)
         self.cap = FixedCap(config.fetch_ratio)
         self.max_entries = len(setup.req_to_token)
@@ -95,12 +102,20 @@ class DeviceEngine(Engine):
         self.tables = [DeviceTables(self.max_entries, device.device) for _ in range(passes)]
         self._left_over: Batch | None = None
         self._lookahead_queries = functools.cache(lambda m: self._source(torch.empty(1, m, 0, 0)).shape[1])
-        self.pipeline = DevicePipeline(
-            self.tier, setup.host, setup.req_to_token, selector, config.smoothing,
-            scale=self._scale, cap=self.cap.blocks(min(layout.selected_blocks)), tables=self.tables[0],
-            max_rows=self.max_entries, max_queries=max(1, config.draft_tokens), query_heads=device.query_heads,
-            query_dtype=device.query_dtype, streams=streams,
-        )  # fmt: skip
+        self._states = [
+            LayerState(
+                each.blocks, each.maps, each.summaries, each.averages, host_kv, host_summaries, setup.req_to_token
+            )
+            for each, host_kv, host_summaries in zip(self.tier.layers, setup.host.kv, setup.host.summaries, strict=True)
+        ]
+        fmt, sinks = layout.summary_format, layout.sink_blocks
+        self._ranking = Ranking(fmt, self._scale, selector.tightness, config.smoothing, sinks)
+        shape = (self.max_entries, max(1, config.draft_tokens), device.query_heads, layout.head_dim)
+        queries = {
+            layer: torch.zeros(shape, dtype=device.query_dtype, device=device.device) for layer in sorted(self._sparse)
+        }
+        cap = self.cap.blocks(min(layout.selected_blocks))
+        self.pipeline = DevicePipeline(self.tier, self._states, self._ranking, cap, self.tables[0], queries, streams)
         self.staging = PrefillStaging(
             layout, setup.host.kv, max_pages=layout.max_blocks,
             cache_places=PageCache.places_in(layout, device.cache_bytes), device=device.device, streams=streams,
@@ -151,10 +166,7 @@ class DeviceEngine(Engine):
         def rank(candidates: int) -> Tensor:
             among = torch.full((1,), candidates, dtype=torch.int32, device=device)
             whose = torch.full((1,), row, dtype=torch.int64, device=device)
-            return score_blocks(
-                queries[None], resident.summaries, whose, among, layout.summary_format, self._scale,
-                self._selector.tightness, None, 0.0, layout.sink_blocks,
-            )[0]  # fmt: skip
+            return score_blocks(queries[None], resident.summaries, Among(whose, among), self._ranking)[0]
 
         self.counters.blocks_built += build_row(resident, layout, row, window, kv, places, rank)
 
@@ -221,11 +233,9 @@ class DeviceEngine(Engine):
         value: Tensor,
         indices: Tensor,
     ) -> None:
-        resident, table = self.tier.layers[layer], first_entries(self.tables[number].current, forward.entries)
-        take_tokens(
-            resident.blocks, resident.maps, resident.summaries, self.host.kv[layer], self.host.summaries[layer],
-            self._req_to_token, table, indices.contiguous(), key, value, 0, self.layout.summary_format,
-        )  # fmt: skip
+        table = first_entries(self.tables[number].current, forward.entries)
+        new = NewTokens(indices.contiguous(), key, value)
+        take_tokens(self._states[layer], table, new, self.layout.summary_format)
         if self._fetches and layer in self._sparse:
             self.pipeline.fetch_now(layer, table, query.unflatten(0, (forward.entries, -1)))
 

@@ -55,11 +55,12 @@ class DeviceTables:
         device: where they live.
 
     Attributes:
+        max_rows: as given.
         current, previous: [max_rows] each; entries beyond a step's own are padding.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._packed = [_empty_table(max_rows).to(device) for _ in range(2)]
         self._rows = [torch.full((max_rows,), PADDING_ROW, dtype=torch.int64, device=device) for _ in range(2)]
         self.current, self.previous = (
@@ -83,7 +84,7 @@ class DeviceTables:
             table: [n] on the host; entries from n on become padding.
             number: of the step.
         """
-        packed, count = _empty_table(self._max_rows, pin=self._packed[0].is_cuda), len(table.lengths)
+        packed, count = _empty_table(self.max_rows, pin=self._packed[0].is_cuda), len(table.lengths)
         for place, field in enumerate(_FIELDS):
             packed[place, :count] = getattr(table, field)
         packed[len(_FIELDS), 0] = number

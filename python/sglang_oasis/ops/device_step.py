@@ -53,6 +53,92 @@ class StepTable(NamedTuple):
     number: Tensor
 
 
+class LayerState(NamedTuple):
+    """One layer of both tiers.
+
+    Attributes:
+        blocks: [S, H, K+R, 2, B, D].
+        maps: of the selected slots.
+        summaries: [S, H, N, Rec] uint8.
+        averages: [S, H, N] float32, average scores; None where scores are not smoothed.
+        host_kv: [pages, H, 2, B, D], host memory that the device reaches by address.
+        host_summaries: [pages, H, Rec] uint8, likewise.
+        req_to_token: [S, context] int32, KV index of each token of a row.
+    """
+
+    blocks: Tensor
+    maps: Maps
+    summaries: Tensor
+    averages: Tensor | None
+    host_kv: Tensor
+    host_summaries: Tensor
+    req_to_token: Tensor
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a step.
+
+    Attributes:
+        indices: [n * m] int64, KV indices.
+        keys, values: [n * m, H, D], converted on storing; any strides, the last dimension contiguous.
+        first: how far the first of a row's m tokens is from its newest committed one.
+    """
+
+    indices: Tensor
+    keys: Tensor
+    values: Tensor
+    first: int = 0
+
+
+class Among(NamedTuple):
+    """Which blocks may be chosen.
+
+    Attributes:
+        rows: [n] int64.
+        candidates: [n] int32, blocks [0, candidates) of each row; an entry without candidates costs nothing.
+    """
+
+    rows: Tensor
+    candidates: Tensor
+
+
+class Ranking(NamedTuple):
+    """How blocks are ranked.
+
+    Attributes:
+        fmt: how summaries are stored.
+        scale: softmax scale of the attention.
+        tightness: factor of the half range, see `block_scores`.
+        decay: weight of the past in the average scores.
+        sinks: the first so many candidates come before all others.
+        escape: see `smooth_scores`.
+    """
+
+    fmt: SummaryFormat
+    scale: float
+    tightness: float
+    decay: float = 0.0
+    sinks: int = 0
+    escape: float = ESCAPE
+
+
+class Mark(NamedTuple):
+    """With which blocks are marked as selected: 2 * number + offset.
+
+    Attributes:
+        number: [1] int32, of the step.
+        offset: `URGENT` or `AHEAD`.
+    """
+
+    number: Tensor
+    offset: int
+
+    @property
+    def value(self) -> int:
+        """Waits for the device."""
+        return 2 * int(self.number) + self.offset
+
+
 class DeviceAdmissions(NamedTuple):
     """Blocks to load and over which slots, [n, H, C] int32 each; -1 from the first one that is unused."""
 
@@ -60,21 +146,22 @@ class DeviceAdmissions(NamedTuple):
     slots: Tensor
 
 
+class Admitting(NamedTuple):
+    """How much may be admitted, and where it is written.
+
+    Attributes:
+        cap: [1] int32, most blocks admitted per (entry, head), besides C.
+        admissions: written everywhere.
+        counters: [2] int64, blocks admitted and blocks deferred are added to them.
+    """
+
+    cap: Tensor
+    admissions: DeviceAdmissions
+    counters: Tensor
+
+
 @device_op
-def take_tokens(
-    blocks: Tensor,
-    maps: Maps,
-    summaries: Tensor,
-    host_kv: Tensor,
-    host_summaries: Tensor,
-    req_to_token: Tensor,
-    table: StepTable,
-    indices: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: int,
-    fmt: SummaryFormat,
-) -> None:
+def take_tokens(layer: LayerState, table: StepTable, tokens: NewTokens, fmt: SummaryFormat) -> None:
     """Take the step's new tokens into both tiers.
 
     In this order, per entry and head: the block that graduates is copied from its local slot to the selected slot of
@@ -82,21 +169,16 @@ def take_tokens(
     pages and local slots; the completed block is summarised for row and host; the expected one for the host only.
 
     Args:
-        blocks: [S, H, K+R, 2, B, D].
-        maps: of the layer.
-        summaries: [S, H, N, Rec] uint8.
-        host_kv: [pages, H, 2, B, D], host memory that the device reaches by address.
-        host_summaries: [pages, H, Rec] uint8, likewise.
-        req_to_token: [S, context] int32, KV index of each token of a row.
+        layer: written.
         table: of the step.
-        indices: [n * m] int64, KV indices of the new tokens.
-        keys, values: [n * m, H, D], converted on storing; any strides, the last dimension contiguous.
-        first: how far the first of the m tokens is from the newest committed one.
+        tokens: the new ones.
         fmt: how summaries are stored.
     """
+    blocks, maps, summaries, _, host_kv, host_summaries, req_to_token = layer
+    indices, keys, values, first = tokens
     size, selected = blocks.shape[-2], maps.head_map.shape[-1]
     local = blocks.shape[2] - selected
-    tokens = len(indices) // len(table.rows)
+    each = len(indices) // len(table.rows)
     store_tokens.reference(host_kv, None, indices.to(host_kv.device), keys, values)
     for i, row in enumerate(table.rows.tolist()):
         at = torch.tensor([row], device=blocks.device)
@@ -105,10 +187,10 @@ def take_tokens(
             graduate_blocks.reference(
                 blocks, maps, at, graduate, selected + graduate % local, 2 * int(table.number) - 1
             )
-        position = int(table.lengths[i]) - 1 + first + torch.arange(tokens, device=blocks.device)
+        position = int(table.lengths[i]) - 1 + first + torch.arange(each, device=blocks.device)
         places = (selected + position // size % local) * size + position % size
-        mine = slice(i * tokens, (i + 1) * tokens)
-        store_tokens.reference(blocks, at.expand(tokens), places, keys[mine], values[mine])
+        mine = slice(i * each, (i + 1) * each)
+        store_tokens.reference(blocks, at.expand(each), places, keys[mine], values[mine])
         for block, of_row in ((int(table.completed[i]), True), (int(table.expected[i]), False)):
             if block >= 0:
                 record = summarise(blocks[row, :, selected + block % local, 0], fmt)
@@ -119,85 +201,57 @@ def take_tokens(
 
 @device_op
 def score_blocks(
-    queries: Tensor,
-    summaries: Tensor,
-    rows: Tensor,
-    candidates: Tensor,
-    fmt: SummaryFormat,
-    scale: float,
-    tightness: float,
-    averages: Tensor | None,
-    decay: float,
-    sinks: int,
-    escape: float = ESCAPE,
+    queries: Tensor, summaries: Tensor, among: Among, ranking: Ranking, averages: Tensor | None = None
 ) -> Tensor:
-    """Rank the blocks [0, candidates) of each entry, as `block_scores` and then `smooth_scores` do; sinks come first.
+    """Rank the candidates of each entry, as `block_scores` and then `smooth_scores` do; sinks get infinity after that.
 
-    An entry without candidates costs nothing and leaves its averages alone.
+    An entry without candidates leaves its averages alone.
 
     Args:
         queries: [n, Q, H*G, D].
         summaries: [S, H, N, Rec] uint8.
-        rows: [n] int64.
-        candidates: [n] int32.
-        fmt: how summaries are stored.
-        scale: softmax scale of the attention.
-        tightness: factor of the half range.
+        among: what may be chosen.
+        ranking: how.
         averages: [S, H, N] float32, updated in place; None where scores are not smoothed.
-        decay: weight of the past in the averages.
-        sinks: the first so many candidates get infinity, after smoothing.
-        escape: see `smooth_scores`.
 
     Returns:
         [n, H, N] float32, -inf for blocks that are no candidates.
     """
+    (rows, candidates), (fmt, scale, tightness, decay, sinks, escape) = among, ranking
     num_blocks = summaries.shape[2]
     scores = torch.full((len(rows), *summaries.shape[1:3]), float("-inf"), device=queries.device)
     for i, count in enumerate(candidates.tolist()):
         if count == 0:
             continue
-        row, among = rows[i : i + 1], candidates[i : i + 1].long()
+        row, limit = rows[i : i + 1], candidates[i : i + 1].long()
         found = block_scores.reference(
-            queries[i : i + 1], summaries[row, :, :count], fmt, among, scale, tightness
+            queries[i : i + 1], summaries[row, :, :count], fmt, limit, scale, tightness
         )  # fmt: skip
         if averages is not None:
-            smooth_scores.reference(averages, row, found, among, decay, escape)
+            smooth_scores.reference(averages, row, found, limit, decay, escape)
         found[..., :sinks] = float("inf")
         scores[i, :, : min(count, num_blocks)] = found[0]
     return scores
 
 
 @device_op
-def select_admissions(
-    predicted: Tensor,
-    candidates: Tensor,
-    rows: Tensor,
-    maps: Maps,
-    number: Tensor,
-    offset: int,
-    cap: Tensor,
-    admissions: DeviceAdmissions,
-    counters: Tensor,
-) -> None:
+def select_admissions(predicted: Tensor, among: Among, maps: Maps, mark: Mark, admitting: Admitting) -> None:
     """Pair the best missing blocks with the least recently selected slots whose blocks are not predicted.
 
     As `select_blocks` does after its sort; equally old slots go in the order of the slots. Marks the slots of predicted
-    blocks with 2 * number + offset. An entry without candidates marks nothing and admits nothing.
+    blocks. An entry without candidates marks nothing and admits nothing.
 
     Args:
         predicted: [n, H, K] int64, the K best blocks, best first; those that are no candidates are ignored.
-        candidates: [n] int32.
-        rows: [n] int64.
+        among: what may be chosen.
         maps: of the layer; all K slots of an entry with candidates are occupied.
-        number: [1] int32.
-        offset: 0 for urgent fetches, 1 for predictions.
-        cap: [1] int32, most blocks admitted per (entry, head), besides C.
-        admissions: written everywhere.
-        counters: [2] int64, blocks admitted and blocks deferred are added to them.
+        mark: of the predicted blocks.
+        admitting: what is written.
     """
+    (rows, candidates), (cap, admissions, counters) = among, admitting
     admissions.blocks.fill_(-1)
     admissions.slots.fill_(-1)
-    step, width = 2 * int(number) + offset, min(int(cap), admissions.blocks.shape[-1])
+    step, width = mark.value, min(int(cap), admissions.blocks.shape[-1])
     for i, row in enumerate(rows.tolist()):
         for head in range(predicted.shape[1]):
             best = [block for block in predicted[i, head].tolist() if block < int(candidates[i])]
@@ -217,28 +271,16 @@ def select_admissions(
 
 
 @device_op
-def fetch_blocks(
-    blocks: Tensor,
-    maps: Maps,
-    host_kv: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    admissions: DeviceAdmissions,
-    number: Tensor,
-    offset: int,
-) -> None:
-    """Load admitted blocks from their host pages over their slots and update the maps, marking 2 * number + offset.
+def fetch_blocks(layer: LayerState, rows: Tensor, admissions: DeviceAdmissions, mark: Mark) -> None:
+    """Load admitted blocks from their host pages over their slots, and update the maps.
 
     Args:
-        blocks: [S, H, P, 2, B, D].
-        maps: of the layer.
-        host_kv: [pages, H, 2, B, D], host memory that the device reaches by address.
-        req_to_token: [S, context] int32, KV index of each token of a row.
+        layer: written.
         rows: [n] int64.
         admissions: what to load; blocks that are not resident, over slots that no other admission names.
-        number: [1] int32.
-        offset: 0 for urgent fetches, 1 for predictions.
+        mark: of the loaded blocks.
     """
+    blocks, maps, host_kv, req_to_token = layer.blocks, layer.maps, layer.host_kv, layer.req_to_token
     size = blocks.shape[-2]
     for i, head, rank in (admissions.blocks >= 0).nonzero().tolist():
         row, block, slot = int(rows[i]), int(admissions.blocks[i, head, rank]), int(admissions.slots[i, head, rank])
@@ -249,7 +291,7 @@ def fetch_blocks(
             maps.slot_of[row, head, old] = -1
         maps.head_map[row, head, slot] = block
         maps.slot_of[row, head, block] = slot
-        maps.last_selected[row, head, slot] = 2 * int(number) + offset
+        maps.last_selected[row, head, slot] = mark.value
 
 
 @device_op

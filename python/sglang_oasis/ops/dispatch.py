@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -14,8 +14,8 @@ R = TypeVar("R")
 class DeviceOp(Generic[P, R]):
     """A function with a plain-torch reference that a device type can override.
 
-    The device of the first tensor argument decides; devices without an override run the reference. An override that
-    cannot serve a call returns NotImplemented, and the reference runs.
+    The device of the first tensor among the arguments, or in a tuple that is one, decides; devices without an override
+    run the reference. An override that cannot serve a call returns NotImplemented, and the reference runs.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -34,13 +34,21 @@ class DeviceOp(Generic[P, R]):
         return decorate
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "")
-        override = self._by_device.get(device)
+        override = self._by_device.get(_device_of(args))
         if override is not None:
             result = override(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         return self.reference(*args, **kwargs)
+
+
+def _device_of(arguments: Iterable[object]) -> str:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument.device.type
+        if isinstance(argument, tuple) and (device := _device_of(argument)):
+            return device
+    return ""
 
 
 def device_op(reference: Callable[P, R]) -> DeviceOp[P, R]:

@@ -34,6 +34,6 @@ class Seam:
 def not_installed(what: str) -> LookaheadKVError:
     """The error for something of ours that is not in place inside SGLang."""
     return LookaheadKVError(
-        f"sglang-oasis cannot start: {what} could not be installed; install sglang=={SUPPORTED_SGLANG_VERSION}, or remove the "
-        f"plugin that occupies it."
+        f"sglang-oasis cannot start: {what} could not be installed; install "
+        f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
     )

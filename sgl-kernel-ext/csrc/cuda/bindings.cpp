@@ -134,6 +134,22 @@ void fetch_blocks_op(TensorView resident, TensorView head_map, TensorView last_s
   if (admitted_blocks.numel() > 0) succeed(fetch_blocks(args, narrow(thread_blocks), stream_of(head_map)));
 }
 
+// What of the arguments of fused_select decides how much shared memory it takes.
+SelectArgs sizes_of(const TensorView& queries, int64_t heads, int64_t selected) {
+  require(queries.ndim() == 4 && heads > 0 && queries.size(2) % heads == 0, "queries must be [n, Q, H * G, D]");
+  SelectArgs args{};
+  args.element = element_of(queries);
+  args.num_queries = narrow(queries.size(1));
+  args.group = narrow(queries.size(2) / heads);
+  args.head_dim = narrow(queries.size(3));
+  args.maps.selected = narrow(selected);
+  return args;
+}
+
+bool fused_select_fits_op(TensorView queries, int64_t bits, int64_t heads, int64_t selected) {
+  return fused_select_fits(sizes_of(queries, heads, selected), narrow(bits));
+}
+
 void fused_select_op(TensorView queries, TensorView records, int64_t bits, TensorView rows, TensorView candidates,
                      TensorView head_map, TensorView last_selected, TensorView slot_of, Optional<TensorView> averages,
                      double scale, double tightness, double decay, double escape, int64_t sinks, TensorView number,
@@ -195,4 +211,5 @@ void fused_select_op(TensorView queries, TensorView records, int64_t bits, Tenso
 }  // namespace oasis
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fetch_blocks, oasis::fetch_blocks_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_select_fits, oasis::fused_select_fits_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_select, oasis::fused_select_op);

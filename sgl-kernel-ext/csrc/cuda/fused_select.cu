@@ -60,10 +60,22 @@ const char* launch_fused_select(SelectArgs args, int shared_limit, void* stream)
   return launch(fused_select_kernel<Format>, args.entries * args.maps.heads, kThreads, args.layout.total, stream, args);
 }
 
+constexpr int kStatic = 2048;  // more than what the kernel declares besides, which counts towards the limit too
+
+// Bytes of shared memory for everything but the logits.
+int least_shared(const SelectArgs& args, int bits) {
+  if (bits == Int4::kBits) return shared_layout<Int4>(args, 0).logits;
+  if (bits == Int8::kBits) return shared_layout<Int8>(args, 0).logits;
+  return shared_layout<BFloat16>(args, 0).logits;
+}
+
 }  // namespace
 
+bool fused_select_fits(const SelectArgs& args, int bits) {
+  return least_shared(args, bits) <= shared_memory_limit() - kStatic;
+}
+
 const char* fused_select(SelectArgs args, int bits, int shared_limit, void* stream) {
-  constexpr int kStatic = 2048;  // more than what the kernel declares besides, which counts towards the limit too
   const int device_limit = shared_memory_limit() - kStatic;
   const int limit = shared_limit > 0 && shared_limit < device_limit ? shared_limit : device_limit;
   if (bits == Int4::kBits) return launch_fused_select<Int4>(args, limit, stream);

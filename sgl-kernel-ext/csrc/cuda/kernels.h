@@ -69,6 +69,10 @@ struct SelectArgs {
   SharedLayout layout;           // filled in by fused_select
 };
 
+// Whether the queries of a head, their summaries and its K slots fit into the shared memory of the device at hand; of
+// the arguments, the queries' shape and dtype and the number of slots count.
+bool fused_select_fits(const SelectArgs& args, int bits);
+
 // One thread block per entry and head, with at most `shared_limit` bytes of shared memory (0: what the device has).
 const char* fused_select(SelectArgs args, int bits, int shared_limit, void* stream);
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from scripts.kernel_reports.cuda_report import ARCHITECTURES, fetch_traffic, kernel_costs, select_traffic
 from sglang_oasis.kernels import compiled
-from sglang_oasis.kernels.cuda import native
+from sglang_oasis.kernels.cuda import native, overrides
+from sglang_oasis.ops.device_step import Admitting, Among, DeviceAdmissions, LayerState, Mark, Ranking
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 from test.cases.cuda_emulation import emulated
 from test.cases.cuda_kernel_cases import (
@@ -158,8 +159,31 @@ def test_each_admitted_chunk_is_read_once(on_cpu: Any) -> None:
     rows, to_tokens = torch.tensor([0]), torch.arange(8 * 16, dtype=torch.int32)[None]
     before = on_cpu.bytes_read()
     number = torch.tensor([1], dtype=torch.int32)
-    native.fetch_blocks(resident, maps, host_kv, to_tokens, rows, (blocks, slots), number, 0)
+    nothing = torch.empty(0)
+    state = LayerState(resident, maps, nothing, None, host_kv, nothing, to_tokens)
+    native.fetch_blocks(state, rows, DeviceAdmissions(blocks, slots), Mark(number, 0))
     assert on_cpu.bytes_read() - before == 2 * host_kv[0, 0].nbytes
+
+
+def test_what_does_not_fit_is_known_before_a_launch_and_triton_serves_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight queries of 64 heads of 256 for each KV head take more shared memory than any GPU has."""
+    small = ordinary_selection(200, selected=8)
+    assert native.fits(small.queries, small.maps, small.fmt)
+    large = torch.zeros((1, 8, 2 * 64, 256))
+    assert not native.fits(large, small.maps, small.fmt)
+    nothing = torch.empty(0)
+    state = LayerState(nothing, small.maps, nothing, None, nothing, nothing, nothing)
+    among, mark = Among(small.rows, small.candidates), Mark(nothing, 1)
+    ranking = Ranking(small.fmt, small.scale, small.tightness)
+    admitting = Admitting(nothing, DeviceAdmissions(nothing, nothing), nothing)
+    overrides._say_that_triton_selects.cache_clear()
+    for _ in range(2):
+        declined = overrides._predict_admissions(large, state, among, ranking, mark, admitting)
+        assert declined is NotImplemented
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton selects blocks: the shared memory of this GPU does not hold queries of 8 x 128 x 256 with 8 selected "
+        "slots."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_oasis.kernels.triton import launches, overrides
+from sglang_oasis.ops.device_step import Admitting, Among, Mark
 from sglang_oasis.ops.summary import SummaryFormat
 from test.cases.device_op_checks import (
     SMALL_TILES,
@@ -163,5 +164,9 @@ def test_admissions_wider_than_the_slots_are_refused() -> None:
     one, zeros = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 blocks exceed the 2 selected slots"):
         overrides.select_admissions(
-            torch.zeros(1, 1, 2, dtype=torch.int64), one, zeros, maps, one, 0, one, empty_admissions(1, 1, 3), zeros
+            torch.zeros(1, 1, 2, dtype=torch.int64),
+            Among(zeros, one),
+            maps,
+            Mark(one, 0),
+            Admitting(one, empty_admissions(1, 1, 3), zeros),
         )

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from sglang_oasis.kernels.triton import sources
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.device_step import (
+    Admitting,
+    Among,
     DeviceAdmissions,
+    Mark,
+    Ranking,
     attend,
     fetch_blocks,
     score_blocks,
@@ -47,7 +51,7 @@ def test_a_step_of_tokens_changes_these_places_and_no_other(
     layer = make_layer(shape, fmt, rng)
     step = make_token_step(layer, 2, padding, tokens, first, rng)
     before, after = layer.copy(), layer.copy()
-    take_tokens.reference(*after, *step[:-1], first, fmt)
+    take_tokens.reference(after.state, *step, fmt)
     size, selected = shape.block_size, shape.selected
     for i, row in enumerate(step.table.rows.tolist()):
         if row == 0:
@@ -63,7 +67,7 @@ def test_a_step_of_tokens_changes_these_places_and_no_other(
                 position = int(step.table.lengths[i]) - 1 + first + j
                 page, offset = divmod(int(layer.req_to_token[row, position]), size)
                 slot = selected + position // size % shape.local
-                for half, vectors in enumerate((step.keys, step.values)):
+                for half, vectors in enumerate((step.tokens.keys, step.tokens.values)):
                     vector = vectors[i * tokens + j, head].to(shape.dtype)
                     before.blocks[row, head, slot, half, position % size] = vector
                     before.host_kv[page, head, half, offset] = vector
@@ -100,9 +104,8 @@ def test_scores_are_those_of_the_selector_then_smoothed_then_with_the_sinks_firs
         smooth_scores.reference(expected_averages, rows[live], found, candidates[live], 0.8)
     found[..., :sinks] = float("inf")
     expected[live] = found
-    got = score_blocks.reference(
-        queries, layer.summaries, rows, candidates.int(), INT4, 0.2, 0.6, averages, 0.8, sinks
-    )  # fmt: skip
+    ranking = Ranking(INT4, 0.2, 0.6, 0.8, sinks)
+    got = score_blocks.reference(queries, layer.summaries, Among(rows, candidates.int()), ranking, averages)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(averages, expected_averages)
 
@@ -127,7 +130,8 @@ def test_admissions_are_those_of_select_blocks(heads: int, selected: int, most: 
     ages = maps.last_selected.clone()
     admissions, counters = empty_admissions(3, heads, most), torch.tensor([1, 2])
     number, limit = torch.tensor([[4], [cap]], dtype=torch.int32)
-    select_admissions.reference(predicted, counts.int(), rows, maps, number, 1, limit, admissions, counters)
+    admitting = Admitting(limit, admissions, counters)
+    select_admissions.reference(predicted, Among(rows, counts.int()), maps, Mark(number, 1), admitting)
     marked = maps.last_selected.clone()
     maps.last_selected.copy_(ages)
     expected = select_blocks.reference(scores, counts, rows, maps, 9, min(cap, most))
@@ -146,7 +150,8 @@ def test_an_entry_without_candidates_admits_and_marks_nothing() -> None:
     admissions, counters = empty_admissions(1, 1, 2), torch.zeros(2, dtype=torch.int64)
     one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     predicted, rows = torch.tensor([[[0, 1, 2]]]), torch.tensor([1])
-    select_admissions.reference(predicted, none, rows, maps, one, 0, one, admissions, counters)
+    admitting = Admitting(one, admissions, counters)
+    select_admissions.reference(predicted, Among(rows, none), maps, Mark(one, 0), admitting)
     assert all((tensor == -1).all() for tensor in admissions)
     assert not counters.any()
     assert torch.equal(maps.last_selected, ages)
@@ -171,9 +176,7 @@ def test_fetched_blocks_are_those_of_admit_blocks(shape: Shape, seed: int) -> No
         expected.blocks, expected.maps, layer.host_kv, pages, rows, Admissions(blocks, slots, 0), 15
     )  # fmt: skip
     number = torch.tensor([7], dtype=torch.int32)
-    fetch_blocks.reference(
-        layer.blocks, layer.maps, layer.host_kv, layer.req_to_token, rows, DeviceAdmissions(blocks, slots), number, 1
-    )
+    fetch_blocks.reference(layer.state, rows, DeviceAdmissions(blocks, slots), Mark(number, 1))
     assert_same_bits(layer.memory(), expected.memory())
 
 

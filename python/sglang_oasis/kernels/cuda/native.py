@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.kernels import compiled
+from sglang_oasis.ops.device_step import Admitting, Among, DeviceAdmissions, LayerState, Mark, Ranking
 from sglang_oasis.ops.eviction import Maps
-from sglang_oasis.ops.smoothing import ESCAPE
 from sglang_oasis.ops.summary import SummaryFormat
 
 logger = logging.getLogger(__name__)
@@ -95,111 +95,69 @@ def cuda_home() -> Path:
 
 
 def fetch_blocks(
-    blocks: Tensor,
-    maps: Maps,
-    host_kv: Tensor,
-    req_to_token: Tensor,
+    layer: LayerState,
     rows: Tensor,
-    admissions: tuple[Tensor, Tensor],
-    number: Tensor,
-    offset: int,
+    admissions: DeviceAdmissions,
+    mark: Mark,
     thread_blocks: int = FETCH_THREAD_BLOCKS,
 ) -> None:
     """Load admitted blocks from their host pages over resident slots and update the maps.
 
-    `ops.eviction.admit_blocks` on the device: a warp reads one (page, head) chunk after the other from host memory.
+    `ops.device_step.fetch_blocks`: a warp reads one (page, head) chunk after the other from host memory.
 
     Args:
-        blocks: [S, H, P, 2, B, D], contiguous.
-        maps: of the layer.
-        host_kv: [N_pages, H, 2, B, D] of the same dtype, contiguous, in pinned host memory.
-        req_to_token: [S, context] int32, KV index of each token; pages are multiples of B.
+        layer: its K and V contiguous and of one dtype, those of the host in pinned memory; pages are multiples of B.
         rows: [n] int64.
-        admissions: blocks and slots, [n, H, C] int32 each, -1 where there is none.
-        number: [1] int32, of the step.
-        offset: the blocks are marked as selected in 2 * number + offset.
+        admissions: what to load.
+        mark: of the loaded blocks.
         thread_blocks: of the GPU that copy; fewer leave more of it to others.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.
         RuntimeError: the launch failed.
     """
-    admitted, slots = admissions
-    _module.fetch_blocks(blocks, *maps, host_kv, req_to_token, rows, admitted, slots, number, offset, thread_blocks)
+    _module.fetch_blocks(
+        layer.blocks, *layer.maps, layer.host_kv, layer.req_to_token, rows, *admissions, *mark, thread_blocks
+    )
+
+
+def fits(queries: Tensor, maps: Maps, fmt: SummaryFormat) -> bool:
+    """Whether the shared memory suffices for `fused_select` with queries of this shape, [n, Q, H*G, D]."""
+    return _module.fused_select_fits(queries, fmt.bits, *maps.head_map.shape[1:])
 
 
 def fused_select(
     queries: Tensor,
-    summaries: Tensor,
-    fmt: SummaryFormat,
-    rows: Tensor,
-    candidates: Tensor,
-    maps: Maps,
-    averages: Tensor | None,
-    scale: float,
-    tightness: float,
-    decay: float,
-    sinks: int,
-    number: Tensor,
-    offset: int,
-    cap: Tensor,
-    admissions: tuple[Tensor, Tensor],
-    counters: Tensor,
+    layer: LayerState,
+    among: Among,
+    ranking: Ranking,
+    mark: Mark,
+    admitting: Admitting,
     scratch: Tensor,
-    escape: float = ESCAPE,
     shared_bytes: int = 0,
 ) -> None:
     """Score blocks, find the K best, mark the resident ones and choose what to load over which slots.
 
-    `ops.summary.block_scores`, `ops.smoothing.smooth_scores` and `ops.eviction.select_blocks` in one kernel, one thread
-    block per (entry, head). Summaries are read once where the logits fit into shared memory, and twice beyond.
-    Entries with 0 candidates admit nothing and touch nothing else.
+    `ops.prediction.predict_admissions` in one kernel, one thread block per (entry, head). Summaries are read once where
+    the logits fit into shared memory, and twice beyond. Entries with 0 candidates admit nothing and touch nothing else.
 
     Args:
         queries: [n, Q, H*G, D], contiguous; D is a multiple of 16, 256 at most.
-        summaries: [S, H, N, R] uint8.
-        fmt: how they are stored.
-        rows: [n] int64.
-        candidates: [n] int32, blocks [0, candidates) of each row may be chosen.
-        maps: of the layer; `last_selected` is written.
-        averages: [S, H, N] float32, updated; None ranks by the scores of this step alone.
-        scale: softmax scale of the attention.
-        tightness: factor of the half range.
-        decay: weight of the past in the averages.
-        sinks: blocks at the beginning that are always among the best.
-        number: [1] int32, of the step.
-        offset: resident blocks are marked as selected in 2 * number + offset.
-        cap: [1] int32, most blocks admitted per (entry, head); C is another bound.
-        admissions: blocks and slots, [n, H, C] int32 each, written; -1 where there is none.
-        counters: [2] int64, admitted and deferred blocks are added.
+        layer: `maps.last_selected` and the averages are written; without averages, the scores of this step rank.
+        among: what may be chosen.
+        ranking: how.
+        mark: of the blocks among the best that are resident.
+        admitting: what is written.
         scratch: [n or more, H, N] float32, anything.
-        escape: see `ops.smoothing`.
         shared_bytes: of shared memory at most, 0: all that the device has.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.
         RuntimeError: the launch failed, or even the queries of a head do not fit into shared memory.
     """
-    admitted, slots = admissions
+    fmt, scale, tightness, decay, sinks, escape = ranking
+    cap, admissions, counters = admitting
     _module.fused_select(
-        queries,
-        summaries,
-        fmt.bits,
-        rows,
-        candidates,
-        *maps,
-        averages,
-        scale,
-        tightness,
-        decay,
-        escape,
-        sinks,
-        number,
-        offset,
-        cap,
-        admitted,
-        slots,
-        counters,
-        scratch,
-        shared_bytes,
-    )
+        queries, layer.summaries, fmt.bits, *among, *layer.maps, layer.averages, scale, tightness, decay, escape, sinks,
+        *mark, cap, *admissions, counters, scratch, shared_bytes,
+    )  # fmt: skip

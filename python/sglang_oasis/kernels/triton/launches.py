@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_oasis.kernels.triton import sources
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable
+from sglang_oasis.ops.device_step import (
+    Admitting,
+    Among,
+    DeviceAdmissions,
+    LayerState,
+    Mark,
+    NewTokens,
+    Ranking,
+    StepTable,
+)
 from sglang_oasis.ops.eviction import Maps
 from sglang_oasis.ops.summary import SummaryFormat
 
@@ -74,20 +83,9 @@ def _flat(**tensors: Tensor) -> None:
             )
 
 
-def take_tokens(
-    blocks: Tensor,
-    maps: Maps,
-    summaries_: Tensor,
-    host_kv: Tensor,
-    host_summaries: Tensor,
-    req_to_token: Tensor,
-    table: StepTable,
-    indices: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: int,
-    fmt: SummaryFormat,
-) -> Launch:
+def take_tokens(layer: LayerState, table: StepTable, new: NewTokens, fmt: SummaryFormat) -> Launch:
+    blocks, maps, summaries_, _, host_kv, host_summaries, req_to_token = layer
+    indices, keys, values, first = new
     _contiguous(blocks=blocks, summaries=summaries_, host_kv=host_kv, host_summaries=host_summaries, indices=indices)
     _contiguous(**maps._asdict(), **table._asdict())
     _flat(keys=keys, values=values, req_to_token=req_to_token)
@@ -134,20 +132,10 @@ def take_tokens(
 
 
 def score_blocks(
-    queries: Tensor,
-    summaries_: Tensor,
-    rows: Tensor,
-    candidates: Tensor,
-    fmt: SummaryFormat,
-    scale: float,
-    tightness: float,
-    averages: Tensor | None,
-    decay: float,
-    sinks: int,
-    escape: float,
-    scores_: Tensor,
+    queries: Tensor, summaries_: Tensor, among: Among, ranking: Ranking, averages: Tensor | None, scores_: Tensor
 ) -> tuple[Launch, Launch]:
     """What goes between the two kernels is allocated here."""
+    (rows, candidates), (fmt, scale, tightness, decay, sinks, escape) = among, ranking
     _contiguous(summaries=summaries_, rows=rows, candidates=candidates)
     _flat(queries=queries)
     n, num_queries, query_heads, head_dim = queries.shape
@@ -200,17 +188,8 @@ def score_blocks(
     )
 
 
-def select_admissions(
-    predicted: Tensor,
-    candidates: Tensor,
-    rows: Tensor,
-    maps: Maps,
-    number: Tensor,
-    offset: int,
-    cap: Tensor,
-    admissions: DeviceAdmissions,
-    counters: Tensor,
-) -> Launch:
+def select_admissions(predicted: Tensor, among: Among, maps: Maps, mark: Mark, admitting: Admitting) -> Launch:
+    (rows, candidates), (cap, admissions, counters) = among, admitting
     _contiguous(predicted=predicted, candidates=candidates, rows=rows, **maps._asdict())
     _contiguous(**admissions._asdict())
     n, heads, selected = predicted.shape
@@ -223,12 +202,12 @@ def select_admissions(
         "rows": rows,
         "last_selected": maps.last_selected,
         "slot_of": maps.slot_of,
-        "number": number,
+        "number": mark.number,
         "cap": cap,
         "admitted_blocks": admissions.blocks,
         "admitted_slots": admissions.slots,
         "counters": counters,
-        "offset": offset,
+        "offset": mark.offset,
         "logical": maps.slot_of.shape[-1],
         "H": heads,
         "K": selected,
@@ -238,16 +217,8 @@ def select_admissions(
     return Launch(selection.select_admissions, (heads, n), arguments)
 
 
-def fetch_blocks(
-    blocks: Tensor,
-    maps: Maps,
-    host_kv: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    admissions: DeviceAdmissions,
-    number: Tensor,
-    offset: int,
-) -> Launch:
+def fetch_blocks(layer: LayerState, rows: Tensor, admissions: DeviceAdmissions, mark: Mark) -> Launch:
+    blocks, maps, host_kv, req_to_token = layer.blocks, layer.maps, layer.host_kv, layer.req_to_token
     _contiguous(blocks=blocks, host_kv=host_kv, rows=rows, **maps._asdict())
     _contiguous(**admissions._asdict())
     _flat(req_to_token=req_to_token)
@@ -261,8 +232,8 @@ def fetch_blocks(
         "rows": rows,
         "admitted_blocks": admissions.blocks,
         "admitted_slots": admissions.slots,
-        "number": number,
-        "offset": offset,
+        "number": mark.number,
+        "offset": mark.offset,
         "context": req_to_token.stride(0),
         "logical": maps.slot_of.shape[-1],
         "H": heads,

@@ -16,17 +16,16 @@ from torch import Tensor
 from sglang_oasis.kernels.triton import launches
 from sglang_oasis.kernels.triton.launches import Launch
 from sglang_oasis.ops import device_step
-from sglang_oasis.ops.device_step import serves
+from sglang_oasis.ops.device_step import Among, LayerState, Ranking, serves
 from sglang_oasis.ops.dispatch import DeviceOp
-from sglang_oasis.ops.smoothing import ESCAPE
-from sglang_oasis.ops.summary import SummaryFormat
 
 
 def _launched(op: DeviceOp[..., None], make: Callable[..., Launch], *, of_heads: bool = True) -> Callable[..., None]:
     """Register an op that is one launch with the arguments of its face; `of_heads`: the first one ends in D."""
 
     def run(*arguments: Any) -> None:
-        if of_heads and not serves(arguments[0].shape[-1]):
+        first = arguments[0].blocks if isinstance(arguments[0], LayerState) else arguments[0]
+        if of_heads and not serves(first.shape[-1]):
             return NotImplemented
         make(*arguments).run()
         return None
@@ -42,24 +41,12 @@ summarise_blocks = _launched(device_step.summarise_blocks, launches.summarise_bl
 
 @device_step.score_blocks.register("cuda")
 def score_blocks(
-    queries: Tensor,
-    summaries: Tensor,
-    rows: Tensor,
-    candidates: Tensor,
-    fmt: SummaryFormat,
-    scale: float,
-    tightness: float,
-    averages: Tensor | None,
-    decay: float,
-    sinks: int,
-    escape: float = ESCAPE,
+    queries: Tensor, summaries: Tensor, among: Among, ranking: Ranking, averages: Tensor | None = None
 ) -> Tensor:
     if not serves(queries.shape[-1]):
         return NotImplemented
-    scores = torch.empty((len(rows), *summaries.shape[1:3]), device=queries.device)
-    for launch in launches.score_blocks(
-        queries, summaries, rows, candidates, fmt, scale, tightness, averages, decay, sinks, escape, scores
-    ):
+    scores = torch.empty((len(among.rows), *summaries.shape[1:3]), device=queries.device)
+    for launch in launches.score_blocks(queries, summaries, among, ranking, averages, scores):
         launch.run()
     return scores
 

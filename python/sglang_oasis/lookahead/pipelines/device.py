@@ -14,6 +14,7 @@ to change what a postponed task reads, is run by `drain`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,19 @@ from torch import Tensor
 
 from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
 from sglang_oasis.lookahead.policy import AHEAD, URGENT
-from sglang_oasis.lookahead.selectors import BoundSelector
 from sglang_oasis.lookahead.step_table import DeviceTables, first_entries
-from sglang_oasis.ops.device_step import DeviceAdmissions, StepTable, fetch_blocks
-from sglang_oasis.ops.prediction import Ranking, predict_admissions
+from sglang_oasis.ops.device_step import (
+    Admitting,
+    Among,
+    DeviceAdmissions,
+    LayerState,
+    Mark,
+    Ranking,
+    StepTable,
+    fetch_blocks,
+)
+from sglang_oasis.ops.prediction import predict_admissions
 from sglang_oasis.ops.streams import Event, Streams
-from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentTier
 
 PREDICT, TRANSFER = "predict", "transfer"
@@ -50,16 +58,11 @@ class DevicePipeline:
 
     Args:
         tier: the resident tier, on the device.
-        host: the pool of record, in memory that the device reaches by address.
-        req_to_token: SGLang's [S, context] table of KV indices, int32 on the device.
-        selector: how blocks are scored.
-        smoothing: weight of the past in their average scores, 0 for none.
-        scale: softmax scale of all layers.
+        states: of its layers.
+        ranking: how blocks are ranked.
         cap: most blocks fetched ahead per KV head, layer and step.
         tables: the steps' tables.
-        max_rows, max_queries: most entries of a step, and most queries with which it looks ahead.
-        query_heads: query heads of this rank.
-        query_dtype: their dtype.
+        queries: buffer of the queries with which each sparse layer looks ahead, [rows, Q, H*G, D].
         streams: the device's streams.
 
     Attributes:
@@ -70,30 +73,19 @@ class DevicePipeline:
     def __init__(
         self,
         tier: ResidentTier,
-        host: HostPool,
-        req_to_token: Tensor,
-        selector: BoundSelector,
-        smoothing: float,
-        *,
-        scale: float,
+        states: Sequence[LayerState],
+        ranking: Ranking,
         cap: int,
         tables: DeviceTables,
-        max_rows: int,
-        max_queries: int,
-        query_heads: int,
-        query_dtype: torch.dtype,
+        queries: Mapping[int, Tensor],
         streams: Streams,
     ) -> None:
         layout, device = tier.layout, tier.device
-        self._tier, self._host, self._req_to_token = tier, host, req_to_token
-        self._smoothing, self._tables, self._streams = smoothing, tables, streams
-        self._ranking = Ranking(layout.summary_format, scale, selector.tightness, smoothing, layout.sink_blocks)
+        self._states, self._ranking = states, ranking
+        self._tables, self._queries, self._streams = tables, queries, streams
         self.layers = sorted(layout.sparse_layers)
         self._postponed = frozenset(layer for layer in self.layers if layer >= layout.num_layers // 2)
-        self._queries = {
-            layer: torch.zeros((max_rows, max_queries, query_heads, layout.head_dim), dtype=query_dtype, device=device)
-            for layer in self.layers
-        }
+        max_rows = tables.max_rows
         most = max((layout.selected_blocks[layer] for layer in self.layers), default=1)
         self._ahead = {layer: _admissions(max_rows, layout.kv_heads, min(cap, most), device) for layer in self.layers}
         self._urgent = _admissions(max_rows, layout.kv_heads, most, device)
@@ -115,7 +107,8 @@ class DevicePipeline:
     def fetch_now(self, layer: int, table: StepTable, queries: Tensor) -> None:
         """Fetch what the true queries [n, Q, H*G, D] select, in the current stream."""
         admissions = _first_entries_of(self._urgent, len(table.rows))
-        self._predict(layer, table, table.urgent, queries, URGENT, self._no_cap, admissions, averages=None)
+        admitting = Admitting(self._no_cap, admissions, self.counters[URGENT])
+        self._predict(layer, table, table.urgent, queries, URGENT, admitting)
         self._fetch(layer, table, URGENT, admissions)
 
     def submit(self, layer: int, batch: Batch, queries: Tensor) -> None:
@@ -147,8 +140,8 @@ class DevicePipeline:
         ready = streams.record()
         with streams.side(PREDICT):
             streams.wait(ready)
-            averages = self._tier.layers[layer].averages if self._smoothing else None
-            self._predict(layer, entries, entries.candidates, queries, AHEAD, self._cap, admissions, averages)
+            admitting = Admitting(self._cap, admissions, self.counters[AHEAD])
+            self._predict(layer, entries, entries.candidates, queries, AHEAD, admitting)
             predicted = streams.record()
         with streams.side(TRANSFER):
             streams.wait(predicted)
@@ -156,28 +149,16 @@ class DevicePipeline:
             self._arrivals[layer] = streams.record()
 
     def _predict(
-        self,
-        layer: int,
-        table: StepTable,
-        candidates: Tensor,
-        queries: Tensor,
-        offset: int,
-        cap: Tensor,
-        admissions: DeviceAdmissions,
-        averages: Tensor | None,
+        self, layer: int, table: StepTable, candidates: Tensor, queries: Tensor, offset: int, admitting: Admitting
     ) -> None:
-        resident = self._tier.layers[layer]
-        predict_admissions(
-            queries, resident.summaries, averages, resident.maps, table.rows, candidates, self._ranking,
-            table.number, offset, cap, admissions, self.counters[offset],
-        )  # fmt: skip
+        state = self._states[layer]
+        if offset == URGENT:  # what is fetched now is for this step alone
+            state = state._replace(averages=None)
+        mark, among = Mark(table.number, offset), Among(table.rows, candidates)
+        predict_admissions(queries, state, among, self._ranking, mark, admitting)
 
     def _fetch(self, layer: int, table: StepTable, offset: int, admissions: DeviceAdmissions) -> None:
-        resident = self._tier.layers[layer]
-        fetch_blocks(
-            resident.blocks, resident.maps, self._host.kv[layer], self._req_to_token, table.rows, admissions,
-            table.number, offset,
-        )  # fmt: skip
+        fetch_blocks(self._states[layer], table.rows, admissions, Mark(table.number, offset))
 
 
 def _admissions(max_rows: int, kv_heads: int, width: int, device: torch.device) -> DeviceAdmissions:
