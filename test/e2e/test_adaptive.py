@@ -25,12 +25,17 @@ def test_the_cap_follows_the_need_and_poor_layers_fetch_what_they_miss() -> None
     with launch_server(*FLAGS, *ADAPTIVE, env=ENVIRONMENT, model=model, ordinary=True) as server:
         start = server.stats()
         assert (start["config"]["fetch_ratio"], start["config"]["miss_policy"]) == (None, "auto")
+        caps = set()
         with ThreadPoolExecutor(3) as pool:
-            answers = list(pool.map(lambda i: server.generate(text(2000 * i, 700), max_new_tokens=80), range(3)))
+            running = [pool.submit(server.generate, text(2000 * i, 700), max_new_tokens=80) for i in range(3)]
+            while not all(answer.done() for answer in running):
+                caps.add(server.stats()["fetch_cap"])
+            answers = [answer.result() for answer in running]
         assert {finish_type(answer) for answer in answers} == {"length"}
         stats = server.stats()
         counters, recall = stats["counters"], stats["recall"]
-        assert 1 <= stats["fetch_cap"] <= BUDGET // 16
+        assert start["fetch_cap"] == 1
+        assert 1 < max(caps) <= BUDGET // 16, "blocks are missing, and the cap does not grow"
         assert counters["blocks_fetched"] > counters["blocks_urgent"], "lookahead goes on beside urgent fetches"
         poor = [mass for mass in recall["layer_mass"] if mass is not None and mass < POOR_MASS]
         assert poor, "with so small a budget some layer's recall is low"

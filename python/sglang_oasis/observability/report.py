@@ -67,7 +67,6 @@ def statistics(snapshot: Snapshot, capacity: int, free: int) -> dict[str, Any]:
             **dataclasses.asdict(counters),
             "blocks_fetched": pipeline.fetched,
             "bytes_fetched": pipeline.fetched * layout.chunk_bytes,
-            "evictions": pipeline.fetched,
             "misses": pipeline.deferred + counters.blocks_urgent,
             "stalls": pipeline.stalls,
         },

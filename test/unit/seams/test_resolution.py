@@ -10,7 +10,7 @@ from sglang_oasis.seams import resolution
 @pytest.mark.parametrize("device", ["cuda", None])
 def test_a_cuda_device_captures_decode_steps(device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolution, "cpu_platform_wanted", lambda: False)
-    assert "disable_cuda_graph" not in resolution.graph_defaults(device)
+    assert resolution.graph_defaults(device) == {}
 
 
 @pytest.mark.parametrize("device", ["cpu", None])
