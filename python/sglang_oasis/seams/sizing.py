@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import torch.distributed
 
 from sglang_oasis.env import free_at_launch, note_free_at_launch
 from sglang_oasis.errors import LookaheadKVError
@@ -161,7 +162,6 @@ def bytes_to_divide(host_bytes: int, layout: TierLayout, draft: TierLayout | Non
 
 def _least_of_all_ranks(*sizes: int) -> list[int]:
     """The smallest of each size over the ranks: their schedulers decide alone and must see the same capacity."""
-    import torch.distributed
     from sglang.srt.runtime_context import get_parallel
 
     least = torch.tensor(sizes)
