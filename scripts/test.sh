@@ -58,5 +58,5 @@ run model python -m sglang_oasis.reference_model # here and not in a test, whose
 run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit benchmark/micro benchmark/studies
 run compile compile_reports
 run sanitizers scripts/sanitize.sh
-run e2e pytest --numprocesses 2 --dist loadfile test/e2e benchmark/serving
+run e2e pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder test/e2e benchmark/serving
 printf '\n[test] everything passed\n'

@@ -16,6 +16,20 @@ from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
 from test.e2e.sources import SOURCES, flags_of, write_untrained_head
 
 
+LONGEST = (
+    *("test_equals_stock", "test_speculation", "test_sparse_against_reference", "test_models", "test_soak"),
+    *("test_sampling", "test_tensor_parallel", "test_termination", "test_device_path", "test_capacity"),
+    *("test_trained_head", "test_request_life"),
+)
+"""Files that come first, so that no process is left with a long one while the others have nothing to do."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked() -> Iterator[None]:
     """Servers do not import everything anew."""

@@ -113,7 +113,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("--tp-size", "2"): "--tp-size 2 does not divide the model's 9 query and 3 KV heads",
     ("--load-format", "gguf"): "--load-format gguf reads a file",
     ("--load-format", "sharded_state"): "--load-format sharded_state finds no model-rank",
-    ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "give a multiple of the page size 32",
+    ("--page-size", "32", "--lookahead-kv-budget-tokens", "80"): "must be a multiple of the page size 32, got 80.",
     ("--lookahead-kv-selector", "psychic"): "--lookahead-kv-selector must be one of midrange, minmax, got psychic.",
     ("--lookahead-kv-source", "draft"): "--lookahead-kv-source draft needs drafts",
     ("--speculative-algorithm", "NGRAM"): "use --speculative-ngram-max-bfs-breadth 1",
