@@ -15,7 +15,6 @@ from test.e2e.sampling_cases import CASES, ask
 from test.e2e.small_pool import ENVIRONMENT, FLAGS, LAYERS
 from test.e2e.sources import SOURCES, flags_of, write_untrained_head
 
-
 LONGEST = (
     *("test_equals_stock", "test_speculation", "test_sparse_against_reference", "test_models", "test_soak"),
     *("test_sampling", "test_tensor_parallel", "test_termination", "test_device_path", "test_capacity"),

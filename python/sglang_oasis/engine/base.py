@@ -279,13 +279,15 @@ class Engine(ABC):
         self._arrive(layer, key, value, indices)
         self.clock.lap("write_through")
         passes, outs = len(forward.plans), []
+        taken = (query, key, value, indices)
         for number, plan in enumerate(forward.plans):
-            taken = slice(number, None, passes)
-            self._prepare(forward, number, layer, query[taken], key[taken], value[taken], indices[taken])
+            if passes > 1:
+                taken = (query[number::passes], key[number::passes], value[number::passes], indices[number::passes])
+            self._prepare(forward, number, layer, *taken)
             self.clock.lap("prepare")
             if self.observer is not None:
                 self.observer.record(layer, plan, self.tier)
-            outs.append(self._attend(forward, number, layer, query[taken]))
+            outs.append(self._attend(forward, number, layer, taken[0]))
             self.clock.lap("attention")
         self._look_ahead(forward, layer, query)
         self.clock.lap("look_ahead")
