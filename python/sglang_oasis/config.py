@@ -43,6 +43,9 @@ def _number_or_auto(text: str) -> float | str:
 DENSE_BACKEND_NAME = "oasis_cpu"
 """Value of SGLang's --attention-backend that serves on the same pool and kernels without lookahead."""
 
+BACKEND_NAME = "lookahead_kv"
+"""Name of the attention backend behind --enable-lookahead-kv."""
+
 ENABLE_FLAG = "enable_lookahead_kv"
 
 DRAFT, DUAL, LAST_QUERY = "draft", "dual", "last-query"

@@ -3,7 +3,7 @@
 Another package adds to a registry by an entry point of its group, whose name is the value of the flag:
 
     [project.entry-points."sglang_oasis.selectors"]
-    mine = "my_package:MySelector"
+    mine = "my_package:my_selector"
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class ModelRow:
 class Schedule(RuleBasedStateMachine):
     """Prefill, decode, abort and row reuse in random order."""
 
+    source = "auto"
     kernels = True
     """Whether the C++ kernels run, or plain torch."""
 
@@ -115,6 +116,7 @@ class Schedule(RuleBasedStateMachine):
                 "lookahead_kv_miss_policy": policy,
                 "lookahead_kv_smoothing": smoothing,
                 "lookahead_kv_dense_layers": dense,
+                "lookahead_kv_source": self.source,
                 "lookahead_kv_selector": "minmax",
                 "lookahead_kv_summary_dtype": "bf16",
             },

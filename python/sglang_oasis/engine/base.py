@@ -5,8 +5,8 @@ A pass begins with what the host knows of its rows, serves layer after layer, an
     prefill | begin_prefill; per layer: prefill_layer
     decode  | begin_decode; start; per layer: decode_layer; end
 
-What `begin_decode` returns belongs to its pass, so that a draft model's passes may be planned ahead. On a device that
-drives itself `start`, the layers and `end` may be captured in a graph; `begin_decode` is what runs before a replay.
+What `begin_decode` returns belongs to its pass: the host's engine can plan a draft model's passes ahead. On a device
+that drives itself `start`, the layers and `end` may be captured in a graph; `begin_decode` runs before a replay.
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ class Engine(ABC):
         counters: counts since start-up.
         observer: sees what decode attends to, None for nobody; it looks into the tiers between two kernels.
         clock: where the time of decode steps goes.
+        scales: softmax scale of each layer.
+        max_entries: most entries of a batch, padding included.
     """
 
     captured: bool
@@ -196,7 +198,8 @@ class Engine(ABC):
         self.counters = LookaheadCounters()
         self.observer: Observer | None = None
         self.clock = StepClock(runs=not self.captured)
-        self.scales = tuple(setup.scales)
+        self.scales = list(setup.scales)
+        self.max_entries = len(setup.req_to_token)
         self._req_to_token = setup.req_to_token
         self._integrity_interval = setup.integrity_interval
         self._source = SOURCES.find(setup.config.source)
@@ -230,7 +233,14 @@ class Engine(ABC):
     # --- decode ---
 
     def begin_decode(self, batch: DecodeBatch) -> DecodeForward:
-        """Plan a decode step and move the rows' windows on to it; not part of a captured graph."""
+        """Plan a decode step and move the rows' windows on to it; not part of a captured graph.
+
+        Args:
+            batch: the rows.
+
+        Raises:
+            IntegrityError: a check was due, and an invariant does not hold.
+        """
         if batch.real and batch.first == 0:
             self._count_step()
         plans = plan_decode(
@@ -305,7 +315,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
-        """Wait for the layer's own transfer; the new tokens may be stored from then on."""
+        """Wait for the layer's own transfer; a host then stores key and value [n * m, H, D] at indices [n * m]."""
 
     @abstractmethod
     def _prepare(
@@ -318,15 +328,22 @@ class Engine(ABC):
         value: Tensor,
         indices: Tensor,
     ) -> None:
-        """Take a pass's tokens into the resident tier; fetch what it misses, where misses are fetched."""
+        """Take a pass's tokens into the resident tier; fetch what it misses, where misses are fetched.
+
+        Args:
+            forward, number, layer: the step, the number of its pass, the layer.
+            query: [n * m', H*G, D] of the pass's tokens, of which each row has m'.
+            key, value: [n * m', H, D].
+            indices: [n * m'] int64, KV indices.
+        """
 
     @abstractmethod
     def _attend(self, forward: DecodeForward, number: int, layer: int, query: Tensor) -> Tensor:
-        """Attention of a pass over the resident slots."""
+        """Attention of a pass over the resident slots: query [n * m', H*G, D] -> the same shape."""
 
     @abstractmethod
     def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
-        """Start predicting, selecting and transferring what the next step will need; all m queries are given."""
+        """Start predicting, selecting and transferring what the next step will need, from query [n * m, H*G, D]."""
 
     # --- what others ask ---
 
@@ -362,7 +379,13 @@ class Engine(ABC):
             self.check_integrity()
 
     def _snapshot(
-        self, counters: LookaheadCounters, pipeline: PipelineStatistics, fetch_cap: int, **others: Any
+        self,
+        counters: LookaheadCounters,
+        pipeline: PipelineStatistics,
+        fetch_cap: int,
+        staging_bytes: int = 0,
+        cached_tokens: int = 0,
+        recall: dict[str, Any] | None = None,
     ) -> Snapshot:
         return Snapshot(
             config=self.config,
@@ -378,5 +401,7 @@ class Engine(ABC):
             pipeline=pipeline,
             fetch_cap=fetch_cap,
             step_seconds=dict(self.clock.seconds),
-            **others,
+            staging_bytes=staging_bytes,
+            cached_tokens=cached_tokens,
+            recall=recall,
         )

@@ -8,7 +8,6 @@ A decode step is the same eagerly and captured:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -77,7 +76,7 @@ class DeviceEngine(Engine):
     Args:
         setup: what to serve, of what a device can do: a fixed fetch ratio, no audit, a bound as the selector, one
             softmax scale. The host pool is in memory that the device reaches by address.
-        device: the device.
+        device: where, and with what.
 
     Attributes:
         staging: what prefill passes through.
@@ -97,11 +96,13 @@ class DeviceEngine(Engine):
         self._streams = streams = streams_of(device.device) if device.streams is None else device.streams
         (self._scale,) = set(setup.scales)
         self.cap = FixedCap(config.fetch_ratio)
-        self.max_entries = len(setup.req_to_token)
         passes = 1 + config.draft_tokens if self._fetches else 1
         self.tables = [DeviceTables(self.max_entries, device.device) for _ in range(passes)]
         self._left_over: Batch | None = None
-        self._lookahead_queries = functools.cache(lambda m: self._source(torch.empty(1, m, 0, 0)).shape[1])
+        self._lookahead_queries = {
+            m: self._source(torch.zeros(1, m, device.query_heads, layout.head_dim)).shape[1]
+            for m in (1, 1 + config.draft_tokens)
+        }
         self._states = [
             LayerState(
                 each.blocks, each.maps, each.summaries, each.averages, host_kv, host_summaries, setup.req_to_token
@@ -110,7 +111,7 @@ class DeviceEngine(Engine):
         ]
         fmt, sinks = layout.summary_format, layout.sink_blocks
         self._ranking = Ranking(fmt, self._scale, selector.tightness, config.smoothing, sinks)
-        shape = (self.max_entries, max(1, config.draft_tokens), device.query_heads, layout.head_dim)
+        shape = (self.max_entries, max(self._lookahead_queries.values()), device.query_heads, layout.head_dim)
         queries = {
             layer: torch.zeros(shape, dtype=device.query_dtype, device=device.device) for layer in sorted(self._sparse)
         }
@@ -187,6 +188,8 @@ class DeviceEngine(Engine):
         return super().begin_decode(batch)
 
     def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
+        if batch.first:
+            raise NotImplementedError("A device has tables for one step, and plans no passes of a draft model ahead.")
         if cold := forward.plans[0].cold:
             self.settle()
             for each in cold:
@@ -202,16 +205,13 @@ class DeviceEngine(Engine):
         shape, steps = self._shape(forward), [plan.step for plan in forward.plans]
         if self._left_over not in (None, shape):
             self._drain()
-        if self._fetches:
-            for table, step in zip(self.tables, steps, strict=False):
-                table.load(rows, tabulate(step, self.layout, fetches=True), step.number)
-            return
-        (table,), (step,) = self.tables, steps
-        table.advance()
-        if self._left_over is None:
-            table.forget_previous()
-        table.load(rows, tabulate(step, self.layout, fetches=False), step.number)
-        self._left_over = shape
+        if not self._fetches:
+            self.tables[0].advance()
+            if self._left_over is None:
+                self.tables[0].forget_previous()
+            self._left_over = shape
+        for table, step in zip(self.tables, steps, strict=False):
+            table.load(rows, tabulate(step, self.layout, fetches=self._fetches), step.number)
 
     def start(self, forward: DecodeForward, indices: Tensor) -> None:
         self.staging.cache.forget(indices)
@@ -274,7 +274,7 @@ class DeviceEngine(Engine):
         )
 
     def _shape(self, forward: DecodeForward) -> Batch:
-        return Batch(forward.entries, self._lookahead_queries(forward.tokens))
+        return Batch(forward.entries, self._lookahead_queries[forward.tokens])
 
     def _planned(self, forward: DecodeForward) -> Iterator[tuple[DecodePlan, SlotTable]]:
         """Every table of every pass of the step at hand."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ class HostEngine(Engine):
                 self.pipeline.begin_step(ahead)
 
     def build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor) -> None:
-        """Build a row's first resident set from its last queries [Q, H*G, D]; its tokens are all in the host pool."""
+        """Build a row's first resident set from its last queries [Q, H*G, D] and its pages [open_block + 1] int64."""
         resident, layout = self.tier.layers[layer], self.layout
         complete = window.complete_blocks
         resident.summaries[row, :, :complete] = self.host.summaries[layer][pages[:complete]].transpose(0, 1)
@@ -215,11 +215,9 @@ class HostEngine(Engine):
 
     def snapshot(self) -> Snapshot:
         return self._snapshot(
-            self.counters,
+            replace(self.counters),
             self.pipeline.statistics(),
             self.cap.blocks(min(self.layout.selected_blocks)),
-            staging_bytes=0,
-            cached_tokens=0,
             recall=None if self.audit is None else self.audit.statistics(),
         )
 

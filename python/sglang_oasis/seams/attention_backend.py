@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.config import DENSE_BACKEND_NAME
+from sglang_oasis.config import BACKEND_NAME, DENSE_BACKEND_NAME
 from sglang_oasis.engine.trace import SelectionTrace
 from sglang_oasis.env import DebugEnv
 from sglang_oasis.errors import LookaheadKVError
@@ -24,7 +24,7 @@ from sglang_oasis.seams.sizing import layout_of_runner, leftover_device_bytes
 from sglang_oasis.serving.dense_backend import DenseAttentionBackend
 from sglang_oasis.serving.engines import make_engine
 from sglang_oasis.serving.kv_pool import HostKVPool
-from sglang_oasis.serving.lookahead_backend import BACKEND_NAME, LookaheadBackend
+from sglang_oasis.serving.lookahead_backend import LookaheadBackend
 from sglang_oasis.serving.row_observer import RowObserver
 from sglang_oasis.tier.host_pool import HostPool
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
+from sglang_oasis.config import BACKEND_NAME, DEFAULT_BLOCK_SIZE, DENSE_BACKEND_NAME, DUAL, DUAL_ALGORITHM
 from sglang_oasis.seams.dtypes import choose_dtypes
 from sglang_oasis.seams.flags import EAGLE3, algorithm_of, enabled, uses_host_pool
 from sglang_oasis.seams.preflight import check_after_resolution, check_model
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
-from sglang_oasis.serving.lookahead_backend import BACKEND_NAME
 
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"

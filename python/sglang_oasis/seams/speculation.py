@@ -13,14 +13,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from sglang_oasis.config import DENSE_BACKEND_NAME, DUAL_ALGORITHM
+from sglang_oasis.config import BACKEND_NAME, DENSE_BACKEND_NAME, DUAL_ALGORITHM
 from sglang_oasis.seams.flags import EAGLE3, uses_host_pool
 from sglang_oasis.seams.running_batch import looks_back
 from sglang_oasis.seams.seam import Seam, not_installed
 from sglang_oasis.serving.cpu_platform import speculative as ops
 from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 from sglang_oasis.serving.drafting import DraftSteps
-from sglang_oasis.serving.lookahead_backend import BACKEND_NAME
 from sglang_oasis.serving.sampling.verification import verify as verify_by_sampling
 from sglang_oasis.serving.speculative.chains import longest_chains
 

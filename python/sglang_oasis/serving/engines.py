@@ -33,19 +33,25 @@ def make_engine(
         cache_bytes: device memory that the page cache may use.
 
     Raises:
-        LookaheadKVError: the model has layers that cannot be served.
+        LookaheadKVError: the model cannot be served.
     """
     check_layers(runner.model, "--enable-lookahead-kv")
     layers, debug = attention_layers(runner.model), DebugEnv.read()
+    # A model may have places without attention among its layers.
+    scales = [layers[0].scaling] * layout.num_layers
+    for layer in layers:
+        scales[layer.layer_id - runner.token_to_kv_pool.start_layer] = layer.scaling
     setup = EngineSetup(
         config=config,
         layout=layout,
         host=host,
         num_rows=runner.max_running_requests + 1,
         req_to_token=runner.req_to_token_pool.req_to_token,
-        scales=[layer.scaling for layer in layers],
+        scales=scales,
         integrity_interval=debug.integrity_interval,
     )
+    if runner.is_draft_worker and runner.device == "cuda":
+        raise LookaheadKVError("--enable-lookahead-kv does not serve draft models on a CUDA device yet: use NGRAM.")
     if runner.is_draft_worker or not (runner.device == "cuda" or debug.device_path):
         return HostEngine(setup, moves_on=not runner.is_draft_worker)
     if len(set(setup.scales)) > 1:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-BACKEND_NAME = "lookahead_kv"
-
 
 class LookaheadBackend(AttentionBackend):
     """Attention over two tiers.
@@ -70,6 +68,7 @@ class LookaheadBackend(AttentionBackend):
         self._decode: DecodeForward | None = None
         self._prefill: PrefillForward | None = None
         self._draft_steps: list[DecodeForward] = []
+        self._made_up = False
 
     def statistics(self) -> dict[str, Any]:
         """What `/lookahead_kv/stats` reports for this rank."""
@@ -82,12 +81,12 @@ class LookaheadBackend(AttentionBackend):
         self._decode = self._prefill = None
         if forward_batch.forward_mode.is_idle():
             return
-        made_up = self.engine.captured and (in_capture or _is_made_up(forward_batch))
+        self._made_up = made_up = self.engine.captured and (in_capture or _is_made_up(forward_batch))
         if (tokens := decoded_tokens(forward_batch)) is not None:
-            if not made_up:
-                self._publish_when_due()
             lengths = committed_tokens(forward_batch, tokens)
             self._decode = self._begin_decode(forward_batch, lengths, tokens, real=not made_up)
+            if not made_up:
+                self._publish_when_due()
         elif not made_up:
             self._prefill = self._begin_prefill(forward_batch)
 
@@ -103,9 +102,12 @@ class LookaheadBackend(AttentionBackend):
         ]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        rows = self.req_to_token_pool.size + 1
-        if max_bs > rows:
-            raise RuntimeError(f"A graph of {max_bs} requests was asked for, and there are {rows} rows.")
+        if not self.engine.captured:
+            raise NotImplementedError("A step that the host drives cannot be captured in a graph.")
+        if max_bs > self.engine.max_entries:
+            raise RuntimeError(
+                f"A graph of {max_bs} requests was asked for, and there are {self.engine.max_entries} rows."
+            )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -135,7 +137,9 @@ class LookaheadBackend(AttentionBackend):
         if self._decode is not None:
             return self._decode_layer(self._decode, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
-        if self._prefill is None:  # a batch that SGLang made up
+        if self._prefill is None:
+            if not self._made_up:
+                raise RuntimeError("An extend pass has no metadata: it must be initialised before the first layer.")
             return torch.zeros_like(q)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         out = self.engine.prefill_layer(self._prefill, index, query, key, value, forward_batch.out_cache_loc)
@@ -168,13 +172,15 @@ class LookaheadBackend(AttentionBackend):
         return out.view(q.shape)
 
     def _inputs(self, layer: RadixAttention, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As `layer_inputs`; the softmax scale is the one that the engine was made with."""
-        scale = self.engine.scales[layer.layer_id - self.token_to_kv_pool.start_layer]
-        if layer.scaling != scale:
+        """As `layer_inputs`. Some models learn a softmax scale in their first pass; a device has it built in."""
+        index = layer.layer_id - self.token_to_kv_pool.start_layer
+        scale = self.engine.scales[index]
+        if layer.scaling != scale and self.engine.captured:
             raise NotImplementedError(
                 f"sglang-oasis cannot serve attention layer {layer.layer_id}, whose softmax scale changed from "
                 f"{scale} to {layer.scaling} after the start."
             )
+        self.engine.scales[index] = layer.scaling
         return layer_inputs(layer, *inputs)
 
     def _begin_decode(
@@ -182,10 +188,7 @@ class LookaheadBackend(AttentionBackend):
     ) -> DecodeForward:
         """Begin a decode step; a batch that is made up has no rows, and one for a graph is padded behind its rows."""
         device_rows = forward_batch.req_pool_indices
-        if not self.engine.captured:
-            rows = device_rows.tolist()
-        else:
-            rows = notes_of(self._runner).rows if real else []
+        rows = self._rows(forward_batch) if real else []
         return self.engine.begin_decode(
             DecodeBatch(
                 rows=torch.tensor(rows, dtype=torch.int64),
@@ -201,19 +204,29 @@ class LookaheadBackend(AttentionBackend):
         )
 
     def _begin_prefill(self, forward_batch: ForwardBatch) -> PrefillForward:
-        notes = notes_of(self._runner)
-        rows = notes.rows if self.engine.captured else forward_batch.req_pool_indices.tolist()
+        rows, last_chunks = self._rows(forward_batch), notes_of(self._runner).last_chunks
+        if last_chunks is None or len(last_chunks) != len(rows):
+            raise RuntimeError("Nobody has noted which requests of the batch are in their last prefill chunk.")
         return self.engine.begin_prefill(
             PrefillBatch(
                 rows=rows,
                 generations=self.req_to_token_pool.req_generation[rows].tolist(),
                 prefixes=forward_batch.extend_prefix_lens_cpu,
                 new_tokens=forward_batch.extend_seq_lens_cpu,
-                last_chunks=notes.last_chunks,
+                last_chunks=last_chunks,
                 indices=forward_batch.out_cache_loc,
                 device_rows=forward_batch.req_pool_indices,
             )
         )
+
+    def _rows(self, forward_batch: ForwardBatch) -> list[int]:
+        """Of the batch's requests, without padding. A device's own are not asked for: that would wait for it."""
+        if not self.engine.captured:
+            return forward_batch.req_pool_indices.tolist()
+        rows = notes_of(self._runner).rows
+        if not rows or len(rows) > forward_batch.batch_size:
+            raise RuntimeError(f"A batch of {forward_batch.batch_size} requests came with the notes {rows}.")
+        return rows
 
     # --- Prometheus ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,11 +13,11 @@ class Notes:
 
     Attributes:
         rows: row of each request.
-        last_chunks: of an extend batch, per request: whether this is its last prefill chunk.
+        last_chunks: of an extend batch, per request: whether this is its last prefill chunk. None: nobody has noted it.
     """
 
-    rows: list[int] = field(default_factory=list)
-    last_chunks: list[bool] = field(default_factory=list)
+    rows: list[int] | None = None
+    last_chunks: list[bool] | None = None
 
 
 _of_runner: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from sglang_oasis.engine.base import Engine, EngineSetup
 from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.engine.plan import DecodePlan
 from sglang_oasis.engine.slot_tables import HeadPages, SlotTable
+from sglang_oasis.lookahead.sources import SOURCES
 from sglang_oasis.ops.streams import SerialStreams
 from test.cases.cuda_emulation import load
 from test.cases.device_ops import cuda_ops_on
@@ -235,3 +236,17 @@ def test_a_step_of_another_shape_first_does_what_the_last_one_left_over() -> Non
             twin.step(decoding, [0] * len(decoding))
     twins.hold_the_same()
     twins.teardown()
+
+
+def test_a_source_may_return_all_queries_of_a_step() -> None:
+    SOURCES.register("everything")(lambda queries: queries)
+    schedule = Postponing()
+    schedule.source = "everything"
+    schedule.start(budget_blocks=2, recent_tokens=8, sinks=8, ratio=1.0, policy="drop", dense="", drafts=4,
+                   smoothing=0.8, seed=3)  # fmt: skip
+    schedule.prefill(10 * BLOCK, 1)
+    (row,) = schedule.live
+    for _ in range(3):
+        schedule.step([row], [2])
+    assert schedule.engine.snapshot().pipeline.fetched > 0
+    schedule.teardown()

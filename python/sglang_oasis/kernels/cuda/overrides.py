@@ -5,8 +5,8 @@ The C++ kernels need a CUDA toolkit to be built; without them, or for shapes tha
 
 from __future__ import annotations
 
-import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 TRITON = (overrides, staging)
 """Modules that register their ops when they are imported."""
 
+_fits: dict[tuple[Any, ...], bool] = {}
+"""Shapes that were met, and whether the C++ kernel takes them."""
+
 
 def install() -> None:
     """Use the C++ kernels from now on, if they can be built."""
@@ -33,22 +36,20 @@ def install() -> None:
 def _predict_admissions(
     queries: Tensor, layer: LayerState, among: Among, ranking: Ranking, mark: Mark, admitting: Admitting
 ) -> None:
-    if not native.fits(queries, layer.maps, ranking.fmt):
-        _say_that_triton_selects(tuple(queries.shape[1:]), layer.maps.head_map.shape[-1])
+    shape = (queries.shape[1:], queries.dtype, ranking.fmt, layer.maps.head_map.shape[1:])
+    if shape not in _fits:
+        _fits[shape] = native.fits(queries, layer.maps, ranking.fmt)
+        if not _fits[shape]:
+            logger.warning(
+                "Triton selects blocks: the shared memory of this GPU does not hold queries of %s and %d slots.",
+                " x ".join(map(str, shape[0])),
+                layer.maps.head_map.shape[-1],
+            )
+    if not _fits[shape]:
         return NotImplemented
     scratch = torch.empty((len(among.rows), *layer.summaries.shape[1:3]), device=queries.device)
     native.fused_select(queries.contiguous(), layer, among, ranking, mark, admitting, scratch)
     return None
-
-
-@functools.cache
-def _say_that_triton_selects(shape: tuple[int, ...], selected: int) -> None:
-    """Once for each shape."""
-    logger.warning(
-        "Triton selects blocks: the shared memory of this GPU does not hold queries of %s with %d selected slots.",
-        " x ".join(map(str, shape)),
-        selected,
-    )
 
 
 def _fetch_blocks(layer: LayerState, rows: Tensor, admissions: DeviceAdmissions, mark: Mark) -> None:

@@ -1,6 +1,6 @@
 """What the host engine asks of a background pipeline, which predicts, selects and transfers what comes next.
 
-One task per layer at a time; a layer waits for its own task only.
+One task per layer at a time. A layer waits for its own task; where one thread does them all, for those before it, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LookaheadPipeline(Protocol):
         """Do the same now, without smoothing; returns the number of blocks loaded."""
 
     def wait(self, layer: int) -> None:
-        """Block until the layer's task is through, no other layer's; raises what the task raised."""
+        """Block until the layer's task is through; raises what the task raised."""
 
     def drain(self) -> None:
         """Wait for the tasks of all layers."""

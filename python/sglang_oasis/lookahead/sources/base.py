@@ -19,7 +19,7 @@ class Source(Protocol):
             queries: [n, m, H*G, D] of a layer, m tokens per row: the newest committed one, and drafts behind it.
 
         Returns:
-            [n, Q, H*G, D], at most as many as there are drafts, and at least one; their scores are averaged.
+            [n, Q, H*G, D], at least one and at most m of them; their scores are averaged.
         """
         ...
 
