@@ -44,7 +44,8 @@ from scripts.kernel_reports.report_file import report_file
 from sglang_oasis.config import DEFAULT_FETCH_RATIO
 from sglang_oasis.engine.attention.base import AttentionSetup
 from sglang_oasis.engine.attention.choice import choose_attention
-from sglang_oasis.engine.base import DecodeBatch, EngineSetup
+from sglang_oasis.engine.base import EngineSetup
+from sglang_oasis.engine.batch import DecodeBatch
 from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.streams import streams_of

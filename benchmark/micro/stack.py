@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from sglang_oasis.config import AUTO, LookaheadKVConfig
-from sglang_oasis.engine.base import DecodeBatch, EngineSetup
+from sglang_oasis.engine.base import EngineSetup
+from sglang_oasis.engine.batch import DecodeBatch
 from sglang_oasis.engine.host import HostEngine
 from sglang_oasis.engine.plan import host_pages
 from sglang_oasis.lookahead.startup import STARTUP_QUERIES

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +29,7 @@ from sglang_oasis.serving.notes import notes_of
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from test.cases.device_ops import cuda_ops_on
+from test.cases.model_runner import make_runner
 from test.cases.recorded_streams import RecordedStreams
 
 DEVICE = torch.device("meta")
@@ -172,12 +172,6 @@ class PlannedWrapper:
         return out
 
 
-class Runner(SimpleNamespace):
-    """What stands for SGLang's model runner."""
-
-    __hash__ = object.__hash__
-
-
 class Server:
     """The backend of a small model on the meta device, and what SGLang would tell it.
 
@@ -204,17 +198,11 @@ class Server:
             allocate=lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=DEVICE),
         )  # fmt: skip
         self.layers = [RadixAttention(HEADS * GROUP, DIM, SCALE, HEADS, layer) for layer in range(LAYERS)]
-        self.pool = ReqToTokenPool(ROWS, CONTEXT + BLOCK, "meta", enable_memory_saver=False)
-        self.runner: Any = Runner(
-            model=torch.nn.ModuleList(self.layers),
-            device="meta",
-            dtype=torch.bfloat16,
-            max_running_requests=ROWS,
-            max_total_num_tokens=PAGES * BLOCK,
-            model_config=SimpleNamespace(context_len=CONTEXT),
-            token_to_kv_pool=SimpleNamespace(start_layer=0),
-            req_to_token_pool=self.pool,
-        )
+        self.runner = make_runner(
+            self.layers, rows=ROWS, pool_tokens=PAGES * BLOCK, context=CONTEXT + BLOCK, dtype=torch.bfloat16,
+            device="meta", model_config=SimpleNamespace(context_len=CONTEXT),
+        )  # fmt: skip
+        self.pool = self.runner.req_to_token_pool
         self.pool.attach_aux_cache = lambda cache: None
         PlannedWrapper.walk = walk
         setup = AttentionSetup(layout, HEADS * GROUP, torch.bfloat16, SCALE, DEVICE, walk.streams)

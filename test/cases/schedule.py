@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from sglang_oasis.config import LookaheadKVConfig, Speculation
-from sglang_oasis.engine.base import DecodeBatch, DecodeForward, Engine, EngineSetup, PrefillBatch
+from sglang_oasis.engine.base import DecodeForward, Engine, EngineSetup
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.engine.host import HostEngine
 from sglang_oasis.engine.plan import DecodePlan
 from sglang_oasis.kernels.cpu import native
@@ -185,7 +186,7 @@ class Schedule(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 keys, values = self.random(2, end - prefix, HEADS, DIM)
                 query = self.random(end - prefix, 2 * HEADS, DIM)
-                self.engine.prefill_layer(forward, layer, query, keys, values, indices)
+                self.engine.prefill_layer(forward, layer, query, keys, values)
         self.live[row] = request
         self.adopt(row)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from sglang_oasis.config import LookaheadKVConfig, Speculation
 from sglang_oasis.engine.attention import flashinfer, triton
 from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
-from sglang_oasis.engine.base import DecodeBatch, DecodeForward, EngineSetup, PrefillBatch
+from sglang_oasis.engine.base import DecodeForward, EngineSetup
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.engine.device import DeviceEngine, DeviceSetup
 from sglang_oasis.ops.streams import streams_of
 from sglang_oasis.testing.graphs import captured
@@ -131,8 +132,7 @@ class Side:
             PrefillBatch(rows, [1] * len(rows), prefixes, counts, [True] * len(rows), written)
         )
         outs = [
-            self.engine.prefill_layer(forward, layer, *each, written)
-            for layer, each in enumerate(zip(*inputs, strict=True))
+            self.engine.prefill_layer(forward, layer, *each) for layer, each in enumerate(zip(*inputs, strict=True))
         ]
         self.engine.staging.join()
         return torch.stack(outs)

@@ -20,64 +20,17 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.config import FETCH, LookaheadKVConfig
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.engine.clock import StepClock
 from sglang_oasis.engine.plan import DecodePlan, PrefillRow, host_pages, plan_decode
 from sglang_oasis.lookahead.counters import LookaheadCounters
 from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
 from sglang_oasis.lookahead.sources import SOURCES
+from sglang_oasis.ops.device_step import NewTokens
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.integrity import check_integrity
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
-
-
-@dataclass(frozen=True)
-class DecodeBatch:
-    """Rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
-
-    Attributes:
-        rows: [n] int64 on the host.
-        generations: [n] int64 on the host; another generation of a row is another request.
-        lengths: [n] int64 on the host, committed tokens of each row, the first of its m included.
-        tokens: m.
-        first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
-        rids: request ids.
-        entries: of the tensors that the layers get, padding included; None for as many as rows.
-        device_rows: `rows` where the engine's device has them; None to copy them.
-        real: False for what warms up or is captured, which counts nowhere.
-    """
-
-    rows: Tensor
-    generations: Tensor
-    lengths: Tensor
-    tokens: int = 1
-    first: int = 0
-    rids: Sequence[str] = ()
-    entries: int | None = None
-    device_rows: Tensor | None = None
-    real: bool = True
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Rows that get new prompt tokens.
-
-    Attributes:
-        rows, generations: per request, on the host.
-        prefixes: per request, tokens that the host pool has.
-        new_tokens: per request, tokens that the pass computes.
-        last_chunks: per request, whether decode follows.
-        indices: [t] int64 on the engine's device, KV indices of the new tokens.
-        device_rows: [n] int64 where the engine's device has the rows; None to copy them.
-    """
-
-    rows: Sequence[int]
-    generations: Sequence[int]
-    prefixes: Sequence[int]
-    new_tokens: Sequence[int]
-    last_chunks: Sequence[bool]
-    indices: Tensor
-    device_rows: Tensor | None = None
 
 
 class DecodeForward(NamedTuple):
@@ -214,9 +167,7 @@ class Engine(ABC):
         """Plan an extend pass; rows in their last chunk are claimed."""
 
     @abstractmethod
-    def prefill_layer(
-        self, forward: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
-    ) -> Tensor:
+    def prefill_layer(self, forward: Any, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend to the prompts, dense and causal, and build the rows that decode next.
 
         Args:
@@ -224,7 +175,6 @@ class Engine(ABC):
             layer: layer of this rank.
             query: [t, H*G, D]; tokens behind those of the batch are padding.
             key, value: [t, H, D].
-            indices: [t] int64, KV indices.
 
         Returns:
             [t, H*G, D].
@@ -245,14 +195,9 @@ class Engine(ABC):
             self._count_step()
         plans = plan_decode(
             self.tier,
+            batch,
             number=self._passes_begun + 1,
-            rows=batch.rows,
-            generations=batch.generations,
-            lengths=batch.lengths,
-            rids=batch.rids,
             req_to_token=None if self.captured else self._req_to_token,
-            tokens=batch.tokens,
-            first=batch.first,
             singly=batch.tokens > 1 and self._fetches,
         )
         self._passes_begun += len(plans)
@@ -286,18 +231,19 @@ class Engine(ABC):
             [n * m, H*G, D].
         """
         self.clock.enter_layer()
-        self._arrive(layer, key, value, indices)
+        taken, new = query, NewTokens(indices, key, value)
+        self._arrive(layer, new)
         self.clock.lap("write_through")
         passes, outs = len(forward.plans), []
-        taken = (query, key, value, indices)
         for number, plan in enumerate(forward.plans):
             if passes > 1:
-                taken = (query[number::passes], key[number::passes], value[number::passes], indices[number::passes])
-            self._prepare(forward, number, layer, *taken)
+                taken = query[number::passes]
+                new = NewTokens(indices[number::passes], key[number::passes], value[number::passes])
+            self._prepare(forward, number, layer, taken, new)
             self.clock.lap("prepare")
             if self.observer is not None:
                 self.observer.record(layer, plan, self.tier)
-            outs.append(self._attend(forward, number, layer, taken[0]))
+            outs.append(self._attend(forward, number, layer, taken))
             self.clock.lap("attention")
         self._look_ahead(forward, layer, query)
         self.clock.lap("look_ahead")
@@ -314,27 +260,17 @@ class Engine(ABC):
         """Get ready for a step that was planned."""
 
     @abstractmethod
-    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
-        """Wait for the layer's own transfer; a host then stores key and value [n * m, H, D] at indices [n * m]."""
+    def _arrive(self, layer: int, new: NewTokens) -> None:
+        """Wait for the layer's own transfer; a host then stores the new tokens in their pages."""
 
     @abstractmethod
-    def _prepare(
-        self,
-        forward: DecodeForward,
-        number: int,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        indices: Tensor,
-    ) -> None:
+    def _prepare(self, forward: DecodeForward, number: int, layer: int, query: Tensor, new: NewTokens) -> None:
         """Take a pass's tokens into the resident tier; fetch what it misses, where misses are fetched.
 
         Args:
             forward, number, layer: the step, the number of its pass, the layer.
             query: [n * m', H*G, D] of the pass's tokens, of which each row has m'.
-            key, value: [n * m', H, D].
-            indices: [n * m'] int64, KV indices.
+            new: these tokens.
         """
 
     @abstractmethod

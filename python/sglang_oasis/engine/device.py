@@ -16,15 +16,8 @@ from torch import Tensor
 
 from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 from sglang_oasis.engine.attention.choice import choose_attention
-from sglang_oasis.engine.base import (
-    DecodeBatch,
-    DecodeForward,
-    Engine,
-    EngineSetup,
-    PrefillBatch,
-    PrefillForward,
-    Snapshot,
-)
+from sglang_oasis.engine.base import DecodeForward, Engine, EngineSetup, PrefillForward, Snapshot
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.engine.plan import DecodePlan, claim_rows
 from sglang_oasis.engine.slot_tables import SlotTable
 from sglang_oasis.lookahead.fetch_cap import FixedCap
@@ -133,15 +126,13 @@ class DeviceEngine(Engine):
 
     def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
         self._drain()
-        rows = claim_rows(self.tier, batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks)
+        rows = claim_rows(self.tier, batch)
         device_rows = torch.tensor(batch.rows).to(self.tier.device) if batch.device_rows is None else batch.device_rows
         staged = PrefillPass(device_rows, batch.prefixes, batch.new_tokens, batch.indices, self._req_to_token)
         self._attention.prefill.plan(self.staging.begin(staged))
         return PrefillForward(rows)
 
-    def prefill_layer(
-        self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
-    ) -> Tensor:
+    def prefill_layer(self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         fmt = self.layout.summary_format
         out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
         for group, kv in self.staging.layer(layer, key, value):
@@ -220,21 +211,12 @@ class DeviceEngine(Engine):
         for plan, slots in self._planned(forward):
             self._attention.decode.refresh(slots, forward.entries, plan.step.tokens)
 
-    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
+    def _arrive(self, layer: int, new: NewTokens) -> None:
         self.pipeline.wait(layer)
 
-    def _prepare(
-        self,
-        forward: DecodeForward,
-        number: int,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        indices: Tensor,
-    ) -> None:
+    def _prepare(self, forward: DecodeForward, number: int, layer: int, query: Tensor, new: NewTokens) -> None:
         table = first_entries(self.tables[number].current, forward.entries)
-        new = NewTokens(indices.contiguous(), key, value)
+        new = new._replace(indices=new.indices.contiguous())
         take_tokens(self._states[layer], table, new, self.layout.summary_format)
         if self._fetches and layer in self._sparse:
             self.pipeline.fetch_now(layer, table, query.unflatten(0, (forward.entries, -1)))
@@ -270,7 +252,6 @@ class DeviceEngine(Engine):
             self.cap.blocks(min(self.layout.selected_blocks)),
             staging_bytes=self.staging.nbytes,
             cached_tokens=len(self.staging.cache.tags) * self.layout.block_size,
-            recall=None,
         )
 
     def _shape(self, forward: DecodeForward) -> Batch:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.config import AUTO
-from sglang_oasis.engine.base import DecodeBatch, DecodeForward, Engine, EngineSetup, PrefillBatch, Snapshot
-from sglang_oasis.engine.base import PrefillForward as BaseForward
+from sglang_oasis.engine.base import DecodeForward, Engine, EngineSetup, PrefillForward, Snapshot
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.engine.plan import Sequences, claim_rows, plan_host
 from sglang_oasis.lookahead.audit import Audit
 from sglang_oasis.lookahead.fetch_cap import AdaptiveCap, FetchCap, FixedCap
@@ -20,21 +20,24 @@ from sglang_oasis.lookahead.selectors import SELECTORS, rank_blocks
 from sglang_oasis.lookahead.startup import STARTUP_QUERIES, build_row
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.ops.attention import paged_attention
+from sglang_oasis.ops.device_step import NewTokens
 from sglang_oasis.tier.window import Window
 
 
 @dataclass(frozen=True)
-class PrefillForward(BaseForward):
+class HostPrefill(PrefillForward):
     """A prefill pass that has begun.
 
     Attributes:
         rows: its rows, in batch order.
         sequences: their host pages.
         completed_pages: [P] int64, host pages that the pass completes.
+        indices: [t] int64, KV indices of the new tokens.
     """
 
     sequences: Sequences
     completed_pages: Tensor
+    indices: Tensor
 
     def pages_of(self, entry: int) -> Tensor:
         """[open_block + 1] int64, host pages of a row of the pass."""
@@ -70,22 +73,20 @@ class HostEngine(Engine):
         self.pipeline = make_pipeline(self.tier, self.host, self._selector, config.smoothing)
         self.cap = self._make_cap()
 
-    def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
+    def begin_prefill(self, batch: PrefillBatch) -> HostPrefill:
         counts = torch.tensor(batch.new_tokens)
         lengths = torch.tensor(batch.prefixes) + counts
         size = self.layout.block_size
         sequences = plan_host(self._req_to_token, torch.tensor(batch.rows), lengths, counts, size)
-        rows = claim_rows(self.tier, batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks)
+        rows = claim_rows(self.tier, batch)
         completed = [
             sequences.slots[entry, prefix // size : row.window.complete_blocks].long()
             for entry, (row, prefix) in enumerate(zip(rows, batch.prefixes, strict=True))
         ]
-        return PrefillForward(rows, sequences, torch.cat(completed))
+        return HostPrefill(rows, sequences, torch.cat(completed), batch.indices)
 
-    def prefill_layer(
-        self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
-    ) -> Tensor:
-        self._arrive(layer, key, value, indices)
+    def prefill_layer(self, forward: HostPrefill, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._arrive(layer, NewTokens(forward.indices, key, value))
         self.host.summarise(layer, forward.completed_pages)
         out = paged_attention(query, self.host.kv[layer], *forward.sequences, self.scales[layer])
         for entry, row in enumerate(forward.rows):
@@ -106,21 +107,12 @@ class HostEngine(Engine):
             if self.audit is not None:
                 self.audit.begin(forward.plans[0].step)
 
-    def _arrive(self, layer: int, key: Tensor, value: Tensor, indices: Tensor) -> None:
+    def _arrive(self, layer: int, new: NewTokens) -> None:
         # SGLang may have freed pages that the transfer still reads, and these tokens may be what is written over them.
         self.pipeline.wait(layer)
-        self.host.write(layer, indices, key, value)
+        self.host.write(layer, new.indices, new.keys, new.values)
 
-    def _prepare(
-        self,
-        forward: DecodeForward,
-        number: int,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        indices: Tensor,
-    ) -> None:
+    def _prepare(self, forward: DecodeForward, number: int, layer: int, query: Tensor, new: NewTokens) -> None:
         plan, step = forward.plans[number], forward.plans[number].step
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
@@ -128,18 +120,18 @@ class HostEngine(Engine):
         # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
         if self.audit is not None and not self._fetches:
             self.audit.observe(layer, step, query, self.scales[layer])
-        self._take_tokens(layer, step, query, key, value)
+        self._take_tokens(layer, step, query, new)
         if self.audit is not None and self._fetches:
             self.audit.observe(layer, step, query, self.scales[layer])
 
-    def _take_tokens(self, layer: int, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _take_tokens(self, layer: int, step: DecodeStep, query: Tensor, new: NewTokens) -> None:
         if step is not self._step:
             self._begin(step)
         resident = self.tier.layers[layer]
         if step.graduates:
             # Older than what is selected now, which must outlive them.
             resident.graduate(step.graduates.rows, step.graduates.blocks, mark(step.number, URGENT) - 1)
-        resident.write_tokens(step.token_rows, step.places(resident), key, value)
+        resident.write_tokens(step.token_rows, step.places(resident), new.keys, new.values)
         if step.completed:
             rows, blocks, pages = step.completed
             self.host.summarise(layer, pages)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.lookahead.step import DecodeStep
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
@@ -121,31 +122,18 @@ def plan_host(req_to_token: Tensor, rows: Tensor, lengths: Tensor, new_tokens: T
 
 
 def plan_decode(
-    tier: ResidentTier,
-    *,
-    number: int,
-    rows: Tensor,
-    generations: Tensor,
-    lengths: Tensor,
-    rids: Sequence[str],
-    req_to_token: Tensor | None,
-    tokens: int = 1,
-    first: int = 0,
-    singly: bool = False,
+    tier: ResidentTier, batch: DecodeBatch, *, number: int, req_to_token: Tensor | None, singly: bool
 ) -> list[DecodePlan]:
     """Plan the passes of a decode step and move the rows' windows on to it.
 
     Args:
         tier: the resident tier.
+        batch: the rows.
         number: number of the step.
-        rows, generations, lengths: [n] int64 on the host; `lengths` are the committed tokens, the one that decodes now
-            included.
-        rids: request ids.
         req_to_token: SGLang's [rows, context] table of KV indices; None where only the device follows the pages.
-        tokens: tokens per row.
-        first: how far the first of them is from the newest committed one.
         singly: one pass for each of a row's tokens, as if those before it were committed; else one pass for all.
     """
+    rows, generations, lengths, tokens, first = batch.rows, batch.generations, batch.lengths, batch.tokens, batch.first
     cold = []
     live = tier.rows.live(rows, generations)
     if first == 0:
@@ -162,26 +150,15 @@ def plan_decode(
         pages = host_pages(req_to_token, rows.to(req_to_token.device), most, tier.layout.block_size)
     step = DecodeStep(number, rows, before, tier.windows(lengths), pages, tokens, first)
     steps = step.singly() if singly else [step]
-    return [DecodePlan(step, () if i else cold, rids, tier.layout) for i, step in enumerate(steps)]
+    return [DecodePlan(step, () if i else cold, batch.rids, tier.layout) for i, step in enumerate(steps)]
 
 
-def claim_rows(
-    tier: ResidentTier,
-    rows: Sequence[int],
-    generations: Sequence[int],
-    prefixes: Sequence[int],
-    new_tokens: Sequence[int],
-    last_chunks: Sequence[bool],
-) -> list[PrefillRow]:
-    """Give the rows of an extend pass to those requests that decode next.
-
-    Args:
-        tier: the resident tier.
-        rows, generations, prefixes, new_tokens, last_chunks: per request.
-    """
+def claim_rows(tier: ResidentTier, batch: PrefillBatch) -> list[PrefillRow]:
+    """Give the rows of an extend pass to those requests that decode next."""
+    requests = zip(batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks, strict=True)
     claimed = []
     start = 0
-    for row, generation, prefix, count, last in zip(rows, generations, prefixes, new_tokens, last_chunks, strict=True):
+    for row, generation, prefix, count, last in requests:
         window = tier.window(prefix + count)
         claimed.append(PrefillRow(row, slice(start, start + count), window, last))
         start += count

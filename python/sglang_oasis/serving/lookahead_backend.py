@@ -16,7 +16,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from sglang_oasis.engine.base import DecodeBatch, DecodeForward, Engine, PrefillBatch, PrefillForward
+from sglang_oasis.engine.base import DecodeForward, Engine, PrefillForward
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
 from sglang_oasis.observability.metrics import MetricsExporter
 from sglang_oasis.observability.report import statistics
 from sglang_oasis.serving.batch import committed_tokens, decoded_tokens, host_lengths
@@ -142,7 +143,7 @@ class LookaheadBackend(AttentionBackend):
                 raise RuntimeError("An extend pass has no metadata: it must be initialised before the first layer.")
             return torch.zeros_like(q)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
-        out = self.engine.prefill_layer(self._prefill, index, query, key, value, forward_batch.out_cache_loc)
+        out = self.engine.prefill_layer(self._prefill, index, query, key, value)
         return out.view(q.shape)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:

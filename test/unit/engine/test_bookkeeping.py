@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.engine.base import DecodeBatch
+from sglang_oasis.engine.batch import DecodeBatch
 from sglang_oasis.engine.host import HostEngine
 from sglang_oasis.engine.plan import DecodePlan
 from sglang_oasis.tier.integrity import IntegrityError

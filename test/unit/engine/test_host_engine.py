@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sglang_oasis.config import LookaheadKVConfig
-from sglang_oasis.engine.base import DecodeBatch, DecodeForward, EngineSetup, PrefillBatch
-from sglang_oasis.engine.host import HostEngine, PrefillForward
+from sglang_oasis.engine.base import DecodeForward, EngineSetup
+from sglang_oasis.engine.batch import DecodeBatch, PrefillBatch
+from sglang_oasis.engine.host import HostEngine
 from sglang_oasis.engine.plan import DecodePlan
 from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
 from sglang_oasis.ops.summary import SummaryFormat
@@ -69,11 +70,8 @@ class Rig:
         count = len(indices)
         forward = self.engine.begin_prefill(PrefillBatch([1], [generation], [0], [count], [True], indices))
         for layer in layers:
-            self.prefill_layer(forward, layer, indices)
-
-    def prefill_layer(self, forward: PrefillForward, layer: int, indices: Tensor) -> None:
-        query, key, value = torch.randn(3, len(indices), HEADS, DIM)
-        self.engine.prefill_layer(forward, layer, query, key, value, indices)
+            query, key, value = torch.randn(3, count, HEADS, DIM)
+            self.engine.prefill_layer(forward, layer, query, key, value)
 
     def begin(self, number: int) -> DecodeForward:
         return self.engine.begin_decode(

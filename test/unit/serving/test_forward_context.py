@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_context import (
     ForwardContext,
     forward_context,
@@ -26,6 +25,7 @@ from sglang_oasis.serving.engines import make_engine
 from sglang_oasis.serving.lookahead_backend import LookaheadBackend
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
+from test.cases.model_runner import make_runner
 
 ROWS, PAGES, BLOCK, HEADS, DIM, CONTEXT = 2, 9, 16, 2, 16, 64
 
@@ -54,17 +54,8 @@ BACKENDS: dict[str, Create] = {
 
 @pytest.fixture
 def runner() -> Any:
-    return SimpleNamespace(
-        model=torch.nn.ModuleList([RadixAttention(2 * HEADS, DIM, DIM**-0.5, HEADS, layer_id=0)]),
-        device="cpu",
-        dtype=torch.float32,
-        is_draft_worker=False,
-        max_running_requests=ROWS,
-        max_total_num_tokens=PAGES * BLOCK,
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        token_to_kv_pool=SimpleNamespace(start_layer=0, dtype=torch.float32),
-        req_to_token_pool=ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False),
-    )
+    layers = [RadixAttention(2 * HEADS, DIM, DIM**-0.5, HEADS, layer_id=0)]
+    return make_runner(layers, rows=ROWS, pool_tokens=PAGES * BLOCK, context=CONTEXT, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_oasis.config import LookaheadKVConfig
@@ -19,15 +18,10 @@ from sglang_oasis.serving.lookahead_backend import LookaheadBackend
 from sglang_oasis.serving.notes import notes_of
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
+from test.cases.model_runner import make_runner
 
 ROWS, PAGES, BLOCK, HEADS, DIM, CONTEXT, TOKENS = 2, 9, 16, 2, 16, 64, 20
 PATHS = pytest.mark.parametrize("device_path", ["0", "1"], ids=["host", "device"])
-
-
-class Runner(SimpleNamespace):
-    """What stands for SGLang's model runner."""
-
-    __hash__ = object.__hash__
 
 
 class Rig:
@@ -40,17 +34,9 @@ class Rig:
 
     def __init__(self, layers: Sequence[int] = (0,), num_layers: int = 1, **of_runner: Any) -> None:
         self.layers = [RadixAttention(2 * HEADS, DIM, 0.1 * (1 + number), HEADS, layer_id=number) for number in layers]
-        self.runner: Any = Runner(
-            model=torch.nn.ModuleList(self.layers),
-            device="cpu",
-            dtype=torch.float32,
-            is_draft_worker=False,
-            max_running_requests=ROWS,
-            max_total_num_tokens=PAGES * BLOCK,
-            model_config=SimpleNamespace(context_len=CONTEXT),
-            token_to_kv_pool=SimpleNamespace(start_layer=0, dtype=torch.float32),
-            req_to_token_pool=ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False),
-        )
+        self.runner = make_runner(
+            self.layers, rows=ROWS, pool_tokens=PAGES * BLOCK, context=CONTEXT, dtype=torch.float32, device="cpu",
+        )  # fmt: skip
         vars(self.runner).update(of_runner)
         self.config = LookaheadKVConfig.from_flags({"lookahead_kv_budget_tokens": 2 * BLOCK}, BLOCK)
         self.layout = TierLayout.of(
