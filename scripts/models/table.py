@@ -17,29 +17,32 @@ PAGE = REPOSITORY / "docs" / "models.md"
 
 INTRODUCTION = """# Models
 
-Every decoder with multi-head, grouped-query or multi-query attention that SGLang can load is meant to work. Which ones
-do is tried, not claimed: `scripts/models` makes a tiny random model of each kind with transformers, serves it in
-float32 in four ways, and compares each with Hugging Face's own model.
+Every decoder with multi-head, grouped-query or multi-query attention that SGLang can load should work. Tests show
+which ones do: `scripts/models` makes a tiny random model of each kind with transformers, serves it in float32 in four
+ways, and compares each answer with that of Hugging Face's own model.
 
 - **stock**: SGLang's `torch_native` attention, without our backends.
 - **dense**: `--attention-backend oasis_cpu`.
 - **lookahead**: `--enable-lookahead-kv`, policy `fetch`, a budget of {budget} tokens; each step checks all invariants.
-- **device**: the same, the way a CUDA device does (`SGLANG_OASIS_DEVICE_PATH=1`).
+- **device**: the same as lookahead, on the path of a CUDA device (`SGLANG_OASIS_DEVICE_PATH=1`).
 
-Each answers a prompt of {below} tokens, which fits the budget, and one of {above}, prefilled in chunks, which does not,
-with {tokens} greedy tokens. *equal*: the 20 likeliest tokens of every step have the reference's log-probabilities to
-within {tolerance} nats, and the answer is the reference's. Past the budget the reference is the Hugging Face model
-masked to the blocks that the server recorded; those blocks are the top K by the reference's own queries and keys, and
-attention to everything would have been off by more than ten times the tolerance. *as stock*: stock SGLang's model
-differs from Hugging Face's by more than the tolerance, and we differ alike.
+Each way answers two prompts with {tokens} greedy tokens: a prompt of {below} tokens, which fits the budget,
+and one of {above} tokens, which does not fit and is prefilled in chunks.
+
+- *equal*: the answer is the reference's, and the 20 likeliest tokens of every step have the reference's
+  log-probabilities to within {tolerance} nats. Beyond the budget the reference is the Hugging Face model masked to the
+  blocks that the server recorded. Those blocks are the top K by the reference's own queries and keys, and full
+  attention would have differed by more than ten times the tolerance.
+- *as stock*: stock SGLang's model differs from Hugging Face's by more than the tolerance, and ours differs in the
+  same way.
 
 ```bash
 python -m scripts.models --out benchmark/results/models.json   # {cases} models, 10 to 20 s each on two cores
 python -m scripts.models.table                                 # this page
 ```
 
-SGLang {sglang}, transformers {transformers}, torch {torch}. The numbers are in `benchmark/results/models.json`; a model
-of each kind of code path is tried by `test/e2e/test_models.py`.
+The page was made with SGLang {sglang}, transformers {transformers}, torch {torch}. The numbers are in
+`benchmark/results/models.json`; `test/e2e/test_models.py` tests a model of each kind of code path.
 
 """
 
@@ -67,14 +70,15 @@ def _row(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
-    """What was said where a model did not answer, once per saying, and which cases have not been tried."""
+    """The messages where a model did not answer, each once, and which cases have not been tried."""
     said: dict[str, list[str]] = {}
     for name in CASES:
         for way, found in results.get(name, {}).get("ways", {}).items():
             if "said" in found:
                 said.setdefault(found["said"].partition(". ")[0].rstrip("."), []).append(f"{name} ({way})")
     notes = [
-        "What was said where it is *refused* or *failed*; where *stock* fails, too, it is SGLang's model that does:",
+        "These are the messages where a model is *refused* or *failed*. Where *stock* fails too, the failure is in "
+        "SGLang's model:",
         "",
     ]
     notes += [f"- {', '.join(where)}: {what}." for what, where in said.items()]
