@@ -39,33 +39,37 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 # Name -> (path, body, what the refusal says).
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "empty text": ("/generate", {"text": ""}, "The prompt is empty"),
-    "an empty one of two": ("/generate", {"text": ["a", ""]}, "The prompt is empty"),
+    "empty text": ("/generate", {"text": ""}, "The prompt must have at least one token"),
+    "an empty one of two": ("/generate", {"text": ["a", ""]}, "The prompt must have at least one token"),
     "unknown token": (
         "/generate",
         {"input_ids": [5, 1000000]},
-        "token 1000000 in input_ids is not possible: give 0 to",
+        "each token in input_ids must be between 0 and",
     ),
-    "negative token": ("/generate", {"input_ids": [5, -1]}, "token -1 in input_ids is not possible: give 0 to 49151"),
+    "negative token": (
+        "/generate",
+        {"input_ids": [5, -1]},
+        "each token in input_ids must be between 0 and 49151, got -1",
+    ),
     "top_logprobs_num": (
         "/generate",
         {"text": "a b", "return_logprob": True, "top_logprobs_num": 100000},
-        "top_logprobs_num 100000 is not possible: give 0 to 49152",
+        "top_logprobs_num must be between 0 and 49152, got 100000",
     ),
     "logprobs of the whole vocabulary": (
         "/generate",
         {**sampling(max_new_tokens=1000), "return_logprob": True, "top_logprobs_num": 49152},
-        "top_logprobs_num 49152 at 1000 positions is not possible: give at most 4194",
+        "top_logprobs_num must be at most 4194 at 1000 positions, got 49152",
     ),
     "stop_token_ids": (
         "/generate",
         {"text": "a", "sampling_params": {"stop_token_ids": [1000000], "min_new_tokens": 3}},
-        "token 1000000 in stop_token_ids is not possible: give 0 to 49151",
+        "each token in stop_token_ids must be between 0 and 49151, got 1000000",
     ),
     "stop_regex": (
         "/generate",
         sampling(stop_regex="((("),
-        "stop_regex '(((' is not possible: missing ), unterminated subpattern at position 2",
+        "stop_regex '(((' is invalid: missing ), unterminated subpattern at position 2",
     ),
     "stop_regex without end": (
         "/generate",
@@ -73,29 +77,37 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         sampling(stop_regex="(a+)+b", logit_bias={"81": 1e4}, max_new_tokens=64),
         "the search takes longer than 1 s",
     ),
-    "n": ("/generate", sampling(n=10**8), "n 100000000 is not possible: give 1 to 4096"),
+    "n": ("/generate", sampling(n=10**8), "n must be between 1 and 4096, got 100000000"),
     "n of many": (
         "/generate",
         {"text": ["a"] * 8, "sampling_params": {"n": 1000}},
-        "n 1000 is not possible: give 1 to 512",
+        "n must be between 1 and 512, got 1000",
     ),
     "top_k": (
         "/generate",
         sampling(top_k=2**40, temperature=1),
-        "top_k 1099511627776 is not possible: give 1 to 1073741824",
+        "top_k must be between 1 and 1073741824, got 1099511627776",
     ),
-    "temperature": ("/generate", sampling(temperature=1e300), "temperature 1e+300 is not possible: give 0 to 3.4e+38"),
-    "repetition_penalty": ("/generate", sampling(repetition_penalty=1e-40), "repetition_penalty 1e-40 is not possible"),
+    "temperature": ("/generate", sampling(temperature=1e300), "temperature must be between 0 and 3.4e+38, got 1e+300"),
+    "repetition_penalty": (
+        "/generate",
+        sampling(repetition_penalty=1e-40),
+        "repetition_penalty must be between 1e-06 and 2, got 1e-40",
+    ),
     "min_new_tokens": (
         "/generate",
         sampling(max_new_tokens=None, min_new_tokens=2**40),
-        "min_new_tokens 1099511627776 is not possible",
+        "min_new_tokens must be between 0 and 2147483647, got 1099511627776",
     ),
-    "logit_bias": ("/generate", sampling(logit_bias={"5": 1e39}), "logit_bias of token 5 1e+39 is not possible"),
+    "logit_bias": (
+        "/generate",
+        sampling(logit_bias={"5": 1e39}),
+        "logit_bias of token 5 must be between -1e+30 and 1e+30, got 1e+39",
+    ),
     "logprob_start_len": (
         "/generate",
         {**sampling(), "return_logprob": True, "logprob_start_len": -7},
-        "logprob_start_len -7 is not possible",
+        "logprob_start_len must be between -1 and 2147483647, got -7",
     ),
     "fewer settings than prompts": (
         "/generate",
@@ -104,44 +116,68 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "settings in a list": ("/generate", {"text": "a", "sampling_params": [FEW]}, "The request cannot be read"),
     "session_params": ("/generate", {**sampling(), "session_params": {"x": "y"}}, "Unexpected keyword argument 'x'"),
-    "custom_labels": ("/generate", {**sampling(), "custom_labels": {"x": "y"}}, "custom_labels 'x' is not possible"),
+    "custom_labels": (
+        "/generate",
+        {**sampling(), "custom_labels": {"x": "y"}},
+        "custom_labels must be labels of --tokenizer-metrics-allowed-custom-labels, got 'x'",
+    ),
     "completion: empty prompt": ("/v1/completions", completion(prompt=""), "Prompt cannot be empty"),
-    "completion: negative token": ("/v1/completions", completion(prompt=[5, -1]), "token -1 in input_ids"),
-    "completion: logprobs": ("/v1/completions", completion(logprobs=100000), "top_logprobs_num 100000 is not possible"),
-    "completion: stop_regex": ("/v1/completions", completion(stop_regex="((("), "stop_regex '(((' is not possible"),
+    "completion: negative token": (
+        "/v1/completions",
+        completion(prompt=[5, -1]),
+        "each token in input_ids must be between 0 and 49151, got -1",
+    ),
+    "completion: logprobs": (
+        "/v1/completions",
+        completion(logprobs=100000),
+        "top_logprobs_num must be between 0 and 49152, got 100000",
+    ),
+    "completion: stop_regex": ("/v1/completions", completion(stop_regex="((("), "stop_regex '(((' is invalid"),
     "completion: stop_token_ids": (
         "/v1/completions",
         completion(stop_token_ids=[1000000], min_tokens=1),
-        "token 1000000 in stop_token_ids",
+        "each token in stop_token_ids must be between 0 and 49151, got 1000000",
     ),
-    "chat: n": ("/v1/chat/completions", chat(n=10**8), "n 100000000 is not possible: give 1 to 4096"),
-    "chat: temperature": ("/v1/chat/completions", chat(temperature=1e300), "temperature 1e+300 is not possible"),
+    "chat: n": ("/v1/chat/completions", chat(n=10**8), "n must be between 1 and 4096, got 100000000"),
+    "chat: temperature": (
+        "/v1/chat/completions",
+        chat(temperature=1e300),
+        "temperature must be between 0 and 3.4e+38, got 1e+300",
+    ),
     "chat: stop_token_ids": (
         "/v1/chat/completions",
         chat(stop_token_ids=[-1], min_tokens=1),
-        "token -1 in stop_token_ids",
+        "each token in stop_token_ids must be between 0 and 49151, got -1",
     ),
-    "chat: input_ids": ("/v1/chat/completions", chat(input_ids=[10**7]), "token 10000000 in input_ids"),
-    "slow_down": ("/slow_down", {"forward_sleep_time": 1e9}, "forward_sleep_time 1000000000.0 is not possible"),
+    "chat: input_ids": (
+        "/v1/chat/completions",
+        chat(input_ids=[10**7]),
+        "each token in input_ids must be between 0 and 49151, got 10000000",
+    ),
+    "slow_down": (
+        "/slow_down",
+        {"forward_sleep_time": 1e9},
+        "forward_sleep_time must be between 0 and 60, got 1000000000.0",
+    ),
     "release_memory_occupation": ("/release_memory_occupation", {}, "start it with --enable-memory-saver"),
     "resume_memory_occupation": ("/resume_memory_occupation", {}, "start it with --enable-memory-saver"),
     "record experts": ("/start_expert_distribution_record", {}, "start it with --expert-distribution-recorder-mode"),
     "log level": (
         "/configure_logging",
         {"log_level": "xx"},
-        "The logging cannot be configured so: Unknown level: 'XX'",
+        "The logging cannot be configured this way: Unknown level: 'XX'",
     ),
     "backend of a GPU": (
         "/init_weights_update_group",
         {"master_address": "localhost", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "nccl"},
-        "backend 'nccl' is not available here: give gloo on a CPU",
+        "backend must be one that this torch has, such as gloo on a CPU, got 'nccl'",
     ),
     "address of nobody": (
         "/init_weights_update_group",
         {"master_address": "a..b", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"},
-        "master_address 'a..b' is not possible",
+        "master_address must be a host that can be resolved, got 'a..b'",
     ),
-    "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens -1 is not possible"),
+    "detokenize": ("/v1/detokenize", {"model": "default", "tokens": [5, -1]}, "tokens must be between 0 and"),
     "log level of requests": (
         "/configure_logging",
         {"log_requests": True, "log_requests_level": 99},  # SGLang keeps it, and fails on each request that follows
@@ -173,7 +209,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "endless profile": (
         "/start_profile",
         {"profile_by_stage": True},
-        "profile_by_stage is not possible without num_steps",
+        "profile_by_stage needs num_steps",
     ),
     "no profile": ("/stop_profile", {}, "Profiling is not in progress"),
 }
@@ -204,7 +240,7 @@ def test_refusals_leave_nothing_behind(small_pool_server: Server) -> None:
 
 def test_a_stream_says_why_it_is_refused(small_pool_server: Server) -> None:
     answer = requests.post(f"{small_pool_server.url}/generate", json={"input_ids": [5, -1], "stream": True}, timeout=60)
-    assert "token -1 in input_ids is not possible" in answer.text
+    assert "each token in input_ids must be between 0 and 99, got -1" in answer.text
     assert_baseline(small_pool_server)
 
 

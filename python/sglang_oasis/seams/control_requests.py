@@ -90,7 +90,7 @@ def _profile(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if starts and getattr(manager, "profile_in_progress", False):
         return failure(request, "A profile is being taken already: call /stop_profile first.")
     if starts and request.profile_by_stage and not request.num_steps:
-        return failure(request, "profile_by_stage is not possible without num_steps: give it.")
+        return failure(request, "profile_by_stage needs num_steps, which was not given.")
     try:
         return original(manager, request)
     except Exception as error:
@@ -138,12 +138,14 @@ def _needs_recorder(original: Callable[..., Any], manager: Any) -> Any:
 async def _needs_reachable_group(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
     """A group of processes is made in the scheduler, which waits for the others; here, what could never come about."""
     if not torch.distributed.is_backend_available(request.backend.lower()):
-        raise RequestRefused(f"backend {request.backend!r} is not available here: give gloo on a CPU.")
+        raise RequestRefused(
+            f"backend must be one that this torch has, such as gloo on a CPU, got {request.backend!r}."
+        )
     try:
         await asyncio.get_running_loop().getaddrinfo(request.master_address, None)
     except (socket.gaierror, UnicodeError) as error:
         raise RequestRefused(
-            f"master_address {request.master_address!r} is not possible ({error}): give a host that can be resolved."
+            f"master_address must be a host that can be resolved, got {request.master_address!r} ({error})."
         ) from None
     return await original(manager, request, *args)
 
@@ -165,7 +167,7 @@ def _configure_logging(original: Callable[..., None], manager: Any, request: Any
         original(manager, request)
     except (ValueError, TypeError, LookupError) as error:
         log.configure(**before)  # SGLang has set them by now, and each request that follows would fail
-        raise RequestRefused(f"The logging cannot be configured so: {str(error).rstrip('.')}.") from error
+        raise RequestRefused(f"The logging cannot be configured this way: {str(error).rstrip('.')}.") from error
 
 
 _SCHEDULER = "managers.scheduler.Scheduler"

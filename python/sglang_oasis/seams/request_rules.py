@@ -79,13 +79,13 @@ def check_sampling(sampling: Mapping[str, Any], struct: Any) -> None:
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            raise _refusal("stop_regex", pattern, str(error)) from None
+            raise _invalid("stop_regex", pattern, str(error)) from None
 
 
 def check_labels(labels: Mapping[str, str] | None, allowed: Iterable[str]) -> None:
     """Refuse labels that the metrics do not have: the loop that counts answers would end."""
     for unknown in set(labels or ()) - set(allowed):
-        raise _refusal("custom_labels", unknown, "give labels of --tokenizer-metrics-allowed-custom-labels")
+        raise _must_be("custom_labels", "labels of --tokenizer-metrics-allowed-custom-labels", unknown)
 
 
 def check_tokenized(request: Any, vocab_size: int, hidden_size: int, context_length: int) -> None:
@@ -98,7 +98,7 @@ def check_tokenized(request: Any, vocab_size: int, hidden_size: int, context_len
         context_length: most tokens of a request, prompt and answer.
 
     Raises:
-        RequestRefused: names the field, its value and what is possible.
+        RequestRefused: names the field, what it must be and its value.
     """
     struct: Any = type(request)
     for name, kind in _types(struct).items():
@@ -116,10 +116,11 @@ def _check_prompt(request: Any, vocab_size: int, hidden_size: int) -> None:
     embeds = getattr(request, "input_embeds", None)
     if embeds is not None:
         if not embeds or any(len(row) != hidden_size for row in embeds):
-            raise RequestRefused(f"input_embeds are not possible: give one row or more of {hidden_size} numbers.")
+            got = f"{len(embeds)} rows of {sorted({len(row) for row in embeds})} numbers"
+            raise RequestRefused(f"input_embeds must be one row or more of {hidden_size} numbers, got {got}.")
         tokens = len(embeds)
     elif request.mm_inputs is None and getattr(request, "session_params", None) is None and not tokens:
-        raise RequestRefused("The prompt is empty: give at least one token, as text or as input_ids.")
+        raise RequestRefused("The prompt must have at least one token, as text or as input_ids.")
     if tokens and embeds is None and request.mm_inputs is None:
         check_tokens("input_ids", request.input_ids, vocab_size)
     for name in ("token_indices_to_pool", "multi_item_delimiter_indices"):
@@ -147,9 +148,8 @@ def _check_logprobs(request: Any, vocab_size: int, context_length: int) -> None:
     positions = ((tokens - start if start >= 0 else 0) + answer) * request.sampling_params.n
     if request.top_logprobs_num * positions > MOST_LOGPROBS:
         raise RequestRefused(
-            f"top_logprobs_num {request.top_logprobs_num} at {positions} positions is not possible: give at most "
-            f"{max(USUAL_LOGPROBS, MOST_LOGPROBS // positions)}, a smaller max_new_tokens or n, or a later "
-            "logprob_start_len."
+            f"top_logprobs_num must be at most {max(USUAL_LOGPROBS, MOST_LOGPROBS // positions)} at {positions} "
+            f"positions, got {request.top_logprobs_num}: reduce it, max_new_tokens or n, or raise logprob_start_len."
         )
 
 
@@ -158,16 +158,17 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, TypeError) as error:
-        raise _refusal(name, value, str(error).rstrip(".").replace("Expected", "expected", 1)) from None
+        raise _invalid(name, value, str(error).rstrip(".").replace("Expected", "expected", 1)) from None
     if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
-        raise _refusal(name, value, "give an integer of 64 bits")
+        raise _must_be(name, "an integer of 64 bits", value)
 
 
 def check_range(name: str, value: float, bounds: tuple[float, float]) -> None:
     """Refuse a number outside `bounds`, or one that is not a number."""
     low, high = bounds
     if not low <= value <= high:
-        raise _refusal(name, value, f"give {low:g} to {high:g}" if isinstance(high, float) else f"give {low} to {high}")
+        allowed = f"between {low:g} and {high:g}" if isinstance(high, float) else f"between {low} and {high}"
+        raise _must_be(name, allowed, value)
 
 
 def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
@@ -175,12 +176,15 @@ def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     ids = np.array(tokens if isinstance(tokens, array) else list(tokens), np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
-        raise _refusal(f"token {outside[0]} in {name}", None, f"give 0 to {vocab_size - 1}")
+        raise _must_be(f"each token in {name}", f"between 0 and {vocab_size - 1}", int(outside[0]))
 
 
-def _refusal(name: str, value: Any, remedy: str) -> RequestRefused:
-    shown = "" if value is None else f" {_shown(value)}"
-    return RequestRefused(f"{name}{shown} is not possible: {remedy}.")
+def _must_be(name: str, allowed: str, value: Any) -> RequestRefused:
+    return RequestRefused(f"{name} must be {allowed}, got {_shown(value)}.")
+
+
+def _invalid(name: str, value: Any, reason: str) -> RequestRefused:
+    return RequestRefused(f"{name} {_shown(value)} is invalid: {reason}.")
 
 
 def _shown(value: Any) -> str:

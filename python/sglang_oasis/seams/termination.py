@@ -12,6 +12,8 @@ has a time limit, remove this.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import signal
@@ -83,10 +85,23 @@ def _leave_sigterm_to_the_program(original: Callable[..., Any], manager: Any) ->
     served_here = first_time and in_main_thread and uses_host_pool(manager.server_args)
     if is_server or not served_here or programs is None:
         return original(manager)
+    in_its_loop = _handler_in_running_loop()
     original(manager)
-    manager.event_loop.remove_signal_handler(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, programs)
+    if in_its_loop is None:
+        manager.event_loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, programs)
+    else:
+        manager.event_loop.add_signal_handler(signal.SIGTERM, in_its_loop)
     return None
+
+
+def _handler_in_running_loop() -> Callable[[], Any] | None:
+    """What the program's own event loop does at SIGTERM; asyncio offers no way to ask, and uvloop hides it."""
+    try:
+        handle = getattr(asyncio.get_running_loop(), "_signal_handlers", {}).get(signal.SIGTERM)
+    except RuntimeError:  # no loop is running
+        return None
+    return None if handle is None else functools.partial(handle._callback, *handle._args)
 
 
 _MODULE = "managers.tokenizer_manager"

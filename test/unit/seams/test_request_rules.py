@@ -66,26 +66,26 @@ FINE_SAMPLING: list[dict[str, Any]] = [
     {"repetition_penalty": 2, "frequency_penalty": -2.0},
 ]
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": math.nan}, "temperature nan is not possible: give 0 to 3.4e+38."),
-    ({"temperature": math.inf}, "temperature inf is not possible"),
-    ({"temperature": "hot"}, "temperature 'hot' is not possible: expected `float`, got `str`."),
-    ({"temperature": [1]}, "temperature [1] is not possible: expected `float`, got `array`."),
-    ({"top_k": 1.5}, "top_k 1.5 is not possible: expected `int`, got `float`."),
-    ({"top_k": True}, "top_k True is not possible: expected `int`, got `bool`."),
-    ({"top_k": 2**31}, "top_k 2147483648 is not possible: give 1 to 1073741824."),
-    ({"min_new_tokens": 2**40}, "min_new_tokens 1099511627776 is not possible"),
-    ({"max_new_tokens": 2**70}, "max_new_tokens 1180591620717411303424 is not possible: give an integer of 64 bits."),
-    ({"repetition_penalty": 1e-30}, "repetition_penalty 1e-30 is not possible: give 1e-06 to 2."),
-    ({"logit_bias": {"5": math.nan}}, "logit_bias of token 5 nan is not possible"),
-    ({"logit_bias": {5: 1.0}}, "logit_bias {5: 1.0} is not possible: expected `str`, got `int`"),
-    ({"stop_token_ids": [VOCABULARY]}, f"token {VOCABULARY} in stop_token_ids is not possible: give 0 to 99."),
-    ({"stop_token_ids": [-1]}, "token -1 in stop_token_ids is not possible"),
-    ({"stop_regex": "((("}, "stop_regex '(((' is not possible: missing ), unterminated subpattern at position 2."),
-    ({"stop_regex": ["a", "\\"]}, "stop_regex '\\\\' is not possible: bad escape (end of pattern) at position 0."),
-    ({"stop_regex": "a{99999999999}"}, "stop_regex 'a{99999999999}' is not possible"),
-    ({"stop": [5]}, "stop [5] is not possible"),
-    ({"json_schema": {"type": "object"}}, "json_schema {'type': 'object'} is not possible"),
-    ({"regex": ["a" * 100]}, f"regex ['{'a' * 58}... is not possible"),
+    ({"temperature": math.nan}, "temperature must be between 0 and 3.4e+38, got nan."),
+    ({"temperature": math.inf}, "temperature must be between 0 and 3.4e+38, got inf"),
+    ({"temperature": "hot"}, "temperature 'hot' is invalid: expected `float`, got `str`."),
+    ({"temperature": [1]}, "temperature [1] is invalid: expected `float`, got `array`."),
+    ({"top_k": 1.5}, "top_k 1.5 is invalid: expected `int`, got `float`."),
+    ({"top_k": True}, "top_k True is invalid: expected `int`, got `bool`."),
+    ({"top_k": 2**31}, "top_k must be between 1 and 1073741824, got 2147483648."),
+    ({"min_new_tokens": 2**40}, "min_new_tokens must be between 0 and 2147483647, got 1099511627776."),
+    ({"max_new_tokens": 2**70}, "max_new_tokens must be an integer of 64 bits, got 1180591620717411303424."),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty must be between 1e-06 and 2, got 1e-30."),
+    ({"logit_bias": {"5": math.nan}}, "logit_bias of token 5 must be between -1e+30 and 1e+30, got nan."),
+    ({"logit_bias": {5: 1.0}}, "logit_bias {5: 1.0} is invalid: expected `str`, got `int`"),
+    ({"stop_token_ids": [VOCABULARY]}, f"each token in stop_token_ids must be between 0 and 99, got {VOCABULARY}."),
+    ({"stop_token_ids": [-1]}, "each token in stop_token_ids must be between 0 and 99, got -1"),
+    ({"stop_regex": "((("}, "stop_regex '(((' is invalid: missing ), unterminated subpattern at position 2."),
+    ({"stop_regex": ["a", "\\"]}, "stop_regex '\\\\' is invalid: bad escape (end of pattern) at position 0."),
+    ({"stop_regex": "a{99999999999}"}, "stop_regex 'a{99999999999}' is invalid: the repetition number is too large"),
+    ({"stop": [5]}, "stop [5] is invalid: expected `str`"),
+    ({"json_schema": {"type": "object"}}, "json_schema {'type': 'object'} is invalid: expected `str | null`"),
+    ({"regex": ["a" * 100]}, f"regex ['{'a' * 58}... is invalid: expected `str | null`"),
 ]
 FINE_FIELDS: list[dict[str, Any]] = [
     {"top_logprobs_num": VOCABULARY},
@@ -95,18 +95,24 @@ FINE_FIELDS: list[dict[str, Any]] = [
     {"priority": -5, "extra_key": "tenant"},
 ]
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"input_ids": array("q")}, "The prompt is empty"),
-    ({"input_ids": array("q", [5, VOCABULARY])}, "token 100 in input_ids is not possible: give 0 to 99."),
-    ({"input_ids": array("q", [5, -1])}, "token -1 in input_ids is not possible"),
-    ({"input_ids": None, "input_embeds": [[0.5] * (WIDTH - 1)]}, "give one row or more of 8 numbers."),
-    ({"input_ids": None, "input_embeds": []}, "input_embeds are not possible"),
-    ({"top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num 101 is not possible: give 0 to 100."),
-    ({"top_logprobs_num": -1}, "top_logprobs_num -1 is not possible"),
-    ({"logprob_start_len": -2}, "logprob_start_len -2 is not possible"),
-    ({"priority": 1.5}, "priority 1.5 is not possible: expected `int | null`, got `float`."),
-    ({"stream": "yes"}, "stream 'yes' is not possible: expected `bool`, got `str`."),
-    ({"token_indices_to_pool": [3]}, "token_indices_to_pool 3 is not possible: give 0 to 2."),
-    ({"positional_embed_overrides": {"x": 1}}, "positional_embed_overrides {'x': 1} is not possible"),
+    ({"input_ids": array("q")}, "The prompt must have at least one token"),
+    ({"input_ids": array("q", [5, VOCABULARY])}, "each token in input_ids must be between 0 and 99, got 100."),
+    ({"input_ids": array("q", [5, -1])}, "each token in input_ids must be between 0 and 99, got -1"),
+    (
+        {"input_ids": None, "input_embeds": [[0.5] * (WIDTH - 1)]},
+        "input_embeds must be one row or more of 8 numbers, got 1 rows of [7] numbers.",
+    ),
+    (
+        {"input_ids": None, "input_embeds": []},
+        "input_embeds must be one row or more of 8 numbers, got 0 rows of [] numbers.",
+    ),
+    ({"top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num must be between 0 and 100, got 101."),
+    ({"top_logprobs_num": -1}, "top_logprobs_num must be between 0 and 100, got -1."),
+    ({"logprob_start_len": -2}, "logprob_start_len must be between -1 and 2147483647, got -2."),
+    ({"priority": 1.5}, "priority 1.5 is invalid: expected `int | null`, got `float`."),
+    ({"stream": "yes"}, "stream 'yes' is invalid: expected `bool`, got `str`."),
+    ({"token_indices_to_pool": [3]}, "token_indices_to_pool must be between 0 and 2, got 3."),
+    ({"positional_embed_overrides": {"x": 1}}, "positional_embed_overrides {'x': 1} is invalid: "),
 ]
 
 
@@ -135,10 +141,10 @@ def test_logprobs_are_bounded_by_their_number() -> None:
         return str(refusal({"max_new_tokens": new, "n": n}, top_logprobs_num=number, **fields))
 
     assert refused(10**5, 41) == "None"
-    assert "top_logprobs_num 42 at 100000 positions is not possible: give at most 41," in refused(10**5, 42)
+    assert "top_logprobs_num must be at most 41 at 100000 positions, got 42" in refused(10**5, 42)
     assert refused(10**5, 42, return_logprob=False) == "None"
     assert refused(10**5, 20, n=100) == "None"
-    assert "top_logprobs_num 21 at 10000000 positions is not possible: give at most 20," in refused(10**5, 21, n=100)
+    assert "top_logprobs_num must be at most 20 at 10000000 positions, got 21" in refused(10**5, 21, n=100)
     assert "at 999997 positions" in refused(None, 21)  # the context less the prompt
     assert "at 1000000 positions" in refused(None, 21, logprob_start_len=0)
 
@@ -156,7 +162,7 @@ def test_answers_are_bounded_before_any_is_set_up(request_: dict[str, Any], high
 
     assert normalized(highest) == normalized(None) == [1]
     for n in (highest + 1, 0, -1, "2", 1.5):
-        with pytest.raises(RequestRefused, match=r"^n .* is not possible"):
+        with pytest.raises(RequestRefused, match=r"^n (must be|.* is invalid)"):
             normalized(n)
 
 
@@ -171,5 +177,5 @@ def test_the_first_of_several_settings_says_how_many_answers() -> None:
 def test_labels_are_those_of_the_metrics() -> None:
     check_labels(None, ())
     check_labels({"tenant": "a"}, ("tenant",))
-    with pytest.raises(RequestRefused, match="custom_labels 'x' is not possible"):
+    with pytest.raises(RequestRefused, match=r"custom_labels must be labels of .*, got 'x'"):
         check_labels({"x": "a"}, ("tenant",))
