@@ -36,7 +36,9 @@ def save(name: str, record: Mapping[str, Any], figure: Figure | None = None) -> 
     """
     RESULTS.mkdir(exist_ok=True)
     whole = {"command": command_line(), "machine": machine_facts(), **record}
-    text = re.sub(r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(whole, indent=1))
+    text = re.sub(
+        r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(whole, indent=1, default=str)
+    )
     (RESULTS / f"{name}.json").write_text(text + "\n")
     if figure is not None:
         figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")

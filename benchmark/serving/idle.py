@@ -16,18 +16,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmark import report
-from sglang_oasis.reference_model import reference_model_path, truncated_model_path
-from sglang_oasis.testing.corpus import real_text_tokens
+from benchmark.serving.turns import Texts, compared, seconds_to_answer
+from sglang_oasis.reference_model import truncated_model_path
 from sglang_oasis.testing.idle import idle_share, processes
 from sglang_oasis.testing.server import Server, launch_server
 
@@ -67,20 +64,6 @@ class Setup:
     output: int = 32
 
 
-class Texts:
-    """Windows of a real text, each of them new to every prefix cache."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), tokens)
-        self._next = 0
-
-    def take(self, count: int) -> list[int]:
-        window = self._tokens[self._next : self._next + count]
-        assert len(window) == count, "the text is used up"
-        self._next += count
-        return window
-
-
 @contextlib.contextmanager
 def stopped(servers: Sequence[Server]) -> Iterator[None]:
     """Meanwhile they take nothing of the CPU."""
@@ -92,29 +75,6 @@ def stopped(servers: Sequence[Server]) -> Iterator[None]:
     finally:
         for process in reversed(halted):
             process.send_signal(signal.SIGCONT)
-
-
-def seconds_to_answer(server: Server, prompt: list[int], output: int) -> float:
-    start = time.perf_counter()
-    server.generate(prompt, max_new_tokens=output, sampling={"ignore_eos": True})
-    return time.perf_counter() - start
-
-
-def compared(turns: int, ways: Mapping[str, Callable[[], float]], description: str) -> dict[str, Any]:
-    """Samples of ways that take turns; medians, and how much longer each takes than the first way in the same turn."""
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in report.progress(range(turns), description):
-        for name, measure in ways.items():
-            samples[name].append(measure())
-    first, *_ = samples.values()
-    return {
-        name: {
-            "seconds": statistics.median(found),
-            "factor": statistics.median(mine / base for mine, base in zip(found, first, strict=True)),
-            "samples": found,
-        }
-        for name, found in samples.items()
-    }
 
 
 def measure(setup: Setup) -> dict[str, Any]:
