@@ -1,4 +1,4 @@
-"""What every benchmark shows and leaves: a table, a progress bar, and a JSON file and a figure under results/."""
+"""The output of every benchmark: a table, a progress bar, and a JSON file and a figure under results/."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def save(name: str, record: Mapping[str, Any], figure: Figure | None = None) -> 
 
 
 def command_line() -> str:
-    """The command that started this process, as typed in a shell."""
+    """Return the command that started this process, as typed in a shell."""
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def machine_facts() -> dict[str, str | int | None]:
-    """Processor, cores and threads, GPU (None without one), versions, and the git commit ("-dirty" with changes)."""
+    """Return processor, cores and threads, GPU or None, versions, and the git commit ("-dirty" with changes)."""
     cpuinfo = Path("/proc/cpuinfo")
     models = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -80,5 +80,5 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def progress(items: Sequence[T], description: str) -> Iterable[T]:
-    """The items, with a progress bar on standard error while they are taken; bars may be nested."""
+    """Yield the items, with a progress bar on standard error; progress bars may be nested."""
     return track(items, description, console=STDERR)

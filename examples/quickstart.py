@@ -1,4 +1,4 @@
-"""Serves the reference model with lookahead KV, asks two questions about one long document, shows what was kept where.
+"""Serves the reference model with lookahead KV, asks two questions about a long document, and shows the memory use.
 
     python examples/quickstart.py [--document-tokens 6000] [further flags for sglang.launch_server ...]
 
@@ -29,7 +29,7 @@ from sglang_oasis.reference_model import ReferenceModelError, reference_model_pa
 
 BUDGET_TOKENS = 1024
 CHUNK_TOKENS = 256
-"""Of a prompt are read at a time; progress is seen between two chunks."""
+"""Tokens of a prompt that are read at a time; progress is shown after each chunk."""
 TOPICS = ("exceptions", "try", "raise", "context-managers", "with", "naming", "import", "class", "execmodel", "objects")
 SAMPLE_TOPIC = "operator-summary"
 QUESTIONS = (
@@ -39,17 +39,17 @@ QUESTIONS = (
 
 
 class QuickstartError(Exception):
-    """One sentence for the user."""
+    """The quickstart cannot go on; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one question cost.
+    """The time, tokens and statistics of one answer.
 
     Attributes:
         first_token_s: seconds from sending the request to the first token of the answer.
         prompt_tokens: tokens of document, question and chat template.
-        cached_tokens: how many of those the prefix cache held already.
+        cached_tokens: how many of them were already in the prefix cache.
         stats: the server's statistics while the answer was streaming.
     """
 
@@ -89,16 +89,16 @@ def main() -> int:
 
 
 def build_document(model: Path, tokens: int) -> str:
-    """Join chapters of Python's own language reference, cut to a number of tokens."""
+    """Join chapters of Python's language reference, and cut them to a number of tokens."""
     text = "\n\n".join(f"# {name}\n\n{topics[name]}" for name in TOPICS)
     encoding = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text)
     if len(encoding) < tokens:
-        raise QuickstartError(f"The document has {len(encoding)} tokens; ask for no more with --document-tokens.")
+        raise QuickstartError(f"--document-tokens must be at most {len(encoding)}, got {tokens}.")
     return text[: encoding.offsets[tokens - 1][1]]
 
 
 def say_what_to_expect(server: Server, document_tokens: int) -> None:
-    """Measure how fast the server reads, with a short prompt."""
+    """Measure with a short prompt how fast the server reads, and print an estimate."""
     began = time.monotonic()
     prompt = {"text": topics[SAMPLE_TOPIC][: 4 * CHUNK_TOKENS], "sampling_params": {"max_new_tokens": 1}}
     with Teller("Measuring how fast it reads") as teller, watched(server, lambda: teller.tell("")):
@@ -132,15 +132,15 @@ def ask(server: Server, document: str, question: str, document_tokens: int, answ
 
 
 def tell_progress(teller: Teller, server: Server, before: int, tokens: int, started: float) -> None:
-    """Show how much of a prompt of so many tokens the server has read."""
+    """Show how much of a prompt of `tokens` tokens the server has read."""
     read, seconds = min(server.prefill() - before, tokens), time.monotonic() - started
     left = f", {read / seconds:,.0f} tokens/s, {seconds * (tokens / read - 1):,.0f} s left" if read else ""
     teller.tell(f"{read:,} of {tokens:,} tokens{left}", read)
 
 
 def chat(server: Server, prompt: str, answer_tokens: int) -> Iterator[tuple[str, CompletionUsage | None]]:
-    """Pieces of the answer as they come, then what it has cost."""
-    with httpx.Client(trust_env=False, timeout=None) as http:  # `watched` says when there is nothing to wait for
+    """Yield the pieces of the answer as they arrive, then its token counts."""
+    with httpx.Client(trust_env=False, timeout=None) as http:  # `watched` ends the wait if the server has stopped
         client = OpenAI(base_url=f"{server.url}/v1", api_key="unused", http_client=http, timeout=None, max_retries=0)
         chunks = client.chat.completions.create(
             model="",
@@ -156,11 +156,11 @@ def chat(server: Server, prompt: str, answer_tokens: int) -> Iterator[tuple[str,
                 return
             if text := "".join(choice.delta.content or "" for choice in chunk.choices):
                 yield text, None
-    raise QuickstartError("The server ended its answer early; look into its log.")
+    raise QuickstartError("The server ended its answer early: see its log.")
 
 
 def read_stats(server: Server) -> dict[str, Any]:
-    """Return the statistics of the only rank; they are sums since the server started, and sizes now."""
+    """Return the statistics of the only rank: sums since the server started, and present sizes."""
     return server.get("/lookahead_kv/stats")["ranks"][0]
 
 

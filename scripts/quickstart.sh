@@ -3,7 +3,7 @@
 set -euo pipefail
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-if [[ -z ${HOME:-} ]]; then # as under cron; and some containers have users without an account
+if [[ -z ${HOME:-} ]]; then # not set under cron, nor in containers with users without an account
     HOME=$(getent passwd "$(id -u)" | cut -d: -f6) || true
     export HOME=${HOME:-/}
 fi

@@ -1,4 +1,4 @@
-"""Records what the product answers and attends to, and compares two recordings: what a change must not change.
+"""Records the product's answers and selections, and compares two recordings, to show that a change has no effect.
 
     python -m scripts.recording record before/      # of one commit
     python -m scripts.recording record after/       # of another
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def record_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, (_, environment) in CONFIGURATIONS.items():
-        if (folder / f"{name}.pt").exists():  # of a recording that was interrupted
+        if (folder / f"{name}.pt").exists():  # from an interrupted recording
             continue
         print(name, flush=True)
         command = [sys.executable, "-m", "scripts.recording", "record", str(folder), "--only", name]
@@ -112,7 +112,7 @@ def record_one(name: str, folder: Path) -> None:
 
 
 def answer(engine: Any, number: int, tokens: int) -> dict[str, Any]:
-    """Tokens and log-probabilities for a prompt, of which a third repeats itself, so that NGRAM finds something."""
+    """Return tokens and log-probabilities for a prompt; a third of it is a repetition, so that NGRAM finds drafts."""
     prompt = torch.randint(100, 40_000, (tokens,), generator=torch.Generator().manual_seed(number)).tolist()
     prompt[tokens // 3 : 2 * (tokens // 3)] = prompt[: tokens // 3]
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -122,7 +122,7 @@ def answer(engine: Any, number: int, tokens: int) -> dict[str, Any]:
 
 
 def write_head(model: Path, folder: Path) -> None:
-    """An EAGLE-3 head of random weights; what it drafts is nearly always wrong."""
+    """Write an EAGLE-3 head with random weights; its drafts are nearly always wrong."""
     target = AutoConfig.from_pretrained(model)
     torch.manual_seed(0)
     head = Head(HeadShape.of(target, DRAFT_VOCAB, layers=(0, 1, 2)))

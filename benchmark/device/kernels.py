@@ -1,12 +1,12 @@
-"""What the kernels of a decode step reach on a GPU, beside what its memory and its link reach in the same run.
+"""Rates of a decode step's kernels on a GPU, compared with the rates of its memory and its link in the same run.
 
     python -m benchmark.device.kernels --json build/device_kernels.json
 
-Bytes are those of `traffic.py` and `cuda_report.py` in scripts/kernel_reports. Calls go round several layers in one
-CUDA graph, more than L2 holds, and something else is written before each repeat, so that nothing is found in L2.
-Ceilings:
+Bytes are counted by `traffic.py` and `cuda_report.py` in scripts/kernel_reports. Calls cycle through several layers,
+more than L2 can hold, in one CUDA graph, and other memory is written before each repeat, so L2 holds no data of a call.
+Upper limits:
 
-    device copy     a large tensor to another one, bytes read plus bytes written
+    device copy     copy of a large tensor, bytes read plus bytes written
     host to device  the copy engine, from pinned memory; device to host likewise
     zero copy       a kernel that reads pinned memory by address, as `fetch_blocks` does
 """
@@ -72,11 +72,11 @@ class Layer(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """What a kernel or a copy reaches.
+    """The rate of a kernel or a copy.
 
     Attributes:
         name: its name.
-        path: "memory" or "link", whichever its bytes are of.
+        path: "memory" or "link", over which its bytes move.
         moved: bytes per call.
         seconds: per call.
     """
@@ -88,12 +88,12 @@ class Rate(NamedTuple):
 
     @property
     def gigabytes(self) -> float:
-        """Per second."""
+        """Gigabytes per second."""
         return self.moved / self.seconds.median / 1e9
 
 
 def make_layer(load: Workload, host_kv: Tensor, host_summaries: Tensor, device: torch.device) -> Layer:
-    """Random contents; every (entry, head) admits C blocks, which are missing, over its first slots."""
+    """Make a layer with random contents, in which every (entry, head) admits C missing blocks into its first slots."""
     n, heads, size, dim = load.batch, load.heads, load.block_size, load.head_dim
     rows, logical, places = n + 1, load.blocks + 1, load.selected + load.local
 
@@ -148,7 +148,7 @@ def make_layer(load: Workload, host_kv: Tensor, host_summaries: Tensor, device: 
 
 
 def kernels(load: Workload, device: torch.device) -> Iterator[tuple[str, str, float, Callable[[Layer], object]]]:
-    """(name, path, bytes, call on a layer) of every kernel that is there."""
+    """Yield (name, path, bytes, call on a layer) of every available kernel."""
     one, counters = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     cap = one * load.most
     scale, fmt, n = load.head_dim**-0.5, load.fmt, load.batch
@@ -215,7 +215,7 @@ def state_of(layer: Layer) -> LayerState:
 
 
 def measure_kernels(load: Workload, device: torch.device, allocate: Allocate, tiny: bool) -> Iterator[Rate | str]:
-    """A rate per kernel, or a sentence about one that failed."""
+    """Yield a rate per kernel, or a sentence about a kernel that failed."""
     pages = load.batch * load.blocks
     host_kv = allocate((pages, load.heads, 2, load.block_size, load.head_dim), load.dtype)
     host_summaries = allocate((pages, load.heads, load.record_bytes), torch.uint8)
@@ -253,7 +253,7 @@ def measure_staging(load: Workload, device: torch.device, host_kv: Tensor, flush
 
 
 def measure_ceilings(load: Workload, device: torch.device, allocate: Allocate, tiny: bool) -> Iterator[Rate]:
-    """Of the memory and of the link."""
+    """Yield the rates of the memory and of the link."""
     nbytes = TINY_BYTES if tiny else COPY_BYTES
     host = allocate((nbytes,), torch.uint8)
     here, there = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -272,7 +272,7 @@ def measure_ceilings(load: Workload, device: torch.device, allocate: Allocate, t
 
 
 def report(rates: list[Rate | str], ceilings: list[Rate]) -> dict[str, Any]:
-    """JSON: what was reached, its share of the ceiling of its path, and whether the C++ kernels could be loaded."""
+    """Return JSON values: rates, their shares of the path's ceiling, and whether the C++ kernels could be loaded."""
     copies = {rate.name: rate.gigabytes for rate in ceilings}
     best = {"memory": copies["device copy"], "link": copies.get("zero copy", copies["host to device"])}
     written = {"take_tokens", "write_back"}

@@ -3,14 +3,14 @@
     python -m benchmark.device.step --json build/device_step.json
 
 Weights are random, queries are scripted (`benchmark/micro/stack.py`). Dense: all KV in device memory, as many rows as
-fit into it, attention by FlashInfer's paged kernel or, where FlashInfer is absent, by torch's flash attention over
+fit into it, attention by FlashInfer's paged kernel or, if FlashInfer is absent, by torch's flash attention over
 contiguous KV. Lookahead: as many rows as fit into the same memory, KV in pinned host memory. Both steps are captured in
-a CUDA graph. Where pinned memory is short, several rows read the prompts of the same few contexts; what a row fetches
-depends on its own queries, so the link moves as much. A step's time is that between two steps that follow each other,
-work of the host between them included.
+a CUDA graph. If pinned memory is too small, several rows share the same few prompts; a row's fetches depend on its own
+queries, so the link moves as many bytes. A step's time is the time between two successive steps, including the work of
+the host between them.
 
-Then the lookahead step runs with nothing fetched, and with nothing predicted either: the differences are what transfers
-and predictions cost beyond what the step hides.
+Then the lookahead step runs without fetches, and without fetches and predictions: the differences are the costs of
+transfers and predictions that the step does not hide.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from sglang_oasis.tier.host_pool import Allocate, HostPool, pageable
 QWEN3_8B = Shape(layers=36, kv_heads=8, group=4, head_dim=128, hidden=4096, mlp=12288, vocabulary=151936, budget=2048)
 TINY = Shape(layers=2, kv_heads=2, group=2, head_dim=16, hidden=32, mlp=32, vocabulary=64, budget=128)
 WARM_UP, STEPS, WITHOUT = 8, 40, 12
-"""Steps before those that are timed, timed ones, and timed ones without transfers or predictions."""
+"""Numbers of warm-up steps, of timed steps, and of timed steps without transfers or predictions."""
 MOST_ROWS = 160
 SECONDS_PER_CONTEXT = 45
-"""What one context length takes, at most."""
+"""Longest time of one context length."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the benchmark may use.
+    """The device and the memory that the benchmark may use.
 
     Attributes:
-        device: where it runs.
-        allocate: host memory that the device reaches.
-        device_bytes: for KV, of dense attention and of lookahead alike.
-        host_bytes: for the pool of record.
+        device: the device.
+        allocate: allocates host memory that the device can access.
+        device_bytes: device memory for KV, the same for dense attention and for lookahead.
+        host_bytes: host memory for the host pool.
     """
 
     device: torch.device
@@ -81,7 +81,7 @@ class Limits:
 
 
 def steps_of(load: Callable[[], None], run: Callable[[], object], count: int, device: torch.device) -> Spread:
-    """Time of a step: `load` on the host, then `run`."""
+    """Return the time of a step, which is `load` on the host, then `run`."""
     marks = Marks(device)
     for _ in range(count):
         marks.mark()
@@ -96,7 +96,7 @@ def milliseconds(spread: Spread) -> dict[str, float]:
 
 
 class DenseStep:
-    """Every row attends to all of its tokens; each step writes the same last one.
+    """A step in which every row attends to all its tokens; each step writes the same last token.
 
     Args:
         shape: the sizes.
@@ -160,13 +160,13 @@ class DenseStep:
 
 
 class LookaheadStep:
-    """The product's tiers between the model's layers.
+    """A step with the product's engine between the model's layers.
 
     Args:
         shape: the sizes.
         model: what runs between the attention calls.
         limits: memory.
-        contexts: prompts that differ; row r has prompt r % contexts.
+        contexts: number of different prompts; row r has prompt r % contexts.
         steps: most steps.
 
     Attributes:
@@ -207,7 +207,7 @@ class LookaheadStep:
         self._decoded = 0
 
     def _build(self, contexts: int, directions: Tensor) -> None:
-        """Prompts in the host pool, and every row's first resident set, as the last chunk of a prefill makes it."""
+        """Write the prompts to the host pool, and build the first resident sets as the last prefill chunk does."""
         shape, tier, blocks = self._shape, self.engine.tier, self._shape.context // BLOCK
         window = tier.window(shape.context)
         for context in range(contexts):
@@ -249,16 +249,16 @@ class LookaheadStep:
             table.previous.candidates.zero_()
 
     def fetch_nothing(self) -> None:
-        """From now on."""
+        """Let later steps fetch nothing."""
         self.engine.pipeline._cap.zero_()
 
     def fetched(self) -> int:
-        """Blocks, by all steps so far."""
+        """Number of blocks that all steps so far have fetched."""
         return int(self.engine.pipeline.counters[1, 0])
 
     @property
     def steps(self) -> int:
-        """Taken so far."""
+        """Number of steps so far."""
         return self._decoded
 
 
@@ -324,7 +324,7 @@ def rate(rows: int, spread: Spread) -> dict[str, float]:
 
 
 def measure(shape: Shape, contexts: list[int], limits: Limits, seconds: float, say: Callable[[str], None]) -> Any:
-    """One record per context length, as far as the time goes."""
+    """Yield one record per context length, until the time is over."""
     began, model = time.perf_counter(), Model(shape, limits.device)
     for context in contexts:
         left = seconds - (time.perf_counter() - began)
@@ -347,7 +347,7 @@ def measure(shape: Shape, contexts: list[int], limits: Limits, seconds: float, s
 
 
 def limits_of(device: torch.device, shape: Shape, device_gb: float, host_gb: float) -> Limits:
-    """What was asked for, and less where less is free beside the weights and what a step needs."""
+    """Return the requested limits, or less if the weights and a step leave less free memory."""
     if device.type != "cuda":
         return Limits(device, pageable, int(device_gb * 1e9), int(host_gb * 1e9))
     weights = 2 * shape.layers * shape.hidden * (3 * shape.mlp + 2 * shape.query_heads * shape.head_dim)
@@ -366,9 +366,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal; a CPU has no others")
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens of each row")
-    parser.add_argument("--device-gb", type=float, default=40, help="device memory for KV, of both")
+    parser.add_argument("--device-gb", type=float, default=40, help="device memory for KV, for each of the two")
     parser.add_argument("--host-gb", type=float, default=24, help="pinned memory, 48 at most")
-    parser.add_argument("--seconds", type=float, default=120, help="to be done in")
+    parser.add_argument("--seconds", type=float, default=120, help="time limit of the benchmark")
     parser.add_argument("--json", type=report_file, help="write the records to this file")
     options = parser.parse_args()
     tiny = options.tiny or options.device == "cpu"

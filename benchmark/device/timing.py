@@ -1,4 +1,4 @@
-"""How long work takes on a device: events in its stream, after a warm-up, medians with quartiles; a clock on a CPU."""
+"""Measures the time of work on a device, by events in its stream, or by a clock on a CPU; medians with quartiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Spread(NamedTuple):
-    """Seconds.
+    """Median and quartiles of times in seconds.
 
     Attributes:
         median, low, high: the median and the quartiles.
@@ -44,7 +44,7 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Waits for the last one."""
+        """Return the times between neighbouring marks; waits for the last mark."""
         if self._device.type == "cuda":
             self._events[-1].synchronize()
             pairs = zip(self._events, self._events[1:], strict=False)
@@ -53,7 +53,7 @@ class Marks:
 
 
 def time_of(run: Callable[[], object], device: torch.device, repeats: int, between: Callable[[], object]) -> Spread:
-    """Time of `run`, which has run before; `between` runs before each repeat and is not counted."""
+    """Return the time of `run`, which must have run before; `between` runs before each repeat and is not timed."""
     seconds = []
     for _ in range(repeats):
         between()

@@ -1,11 +1,11 @@
-"""What adapts and what watches: the fetch cap on a link that slows down, and the cost of the audit.
+"""Measures the adaptive fetch cap on a link that slows down, and the cost of the audit.
 
     python -m benchmark.micro.control
 
-Both on `benchmark/micro/stack.py`, in this process. The link: every fetch ratio decodes the same steps in three
-phases, with the link free, throttled to a tenth of its measured rate, and free again. Of a phase, the first steps, in
-which the cap finds out, count only where the table says so. The audit: blocks of steps with and without it
-alternate, each from the same context on; ratios are of neighbouring blocks.
+Both use `benchmark/micro/stack.py`, in this process. The link: every fetch ratio decodes the same steps in three
+phases, with the link free, throttled to a tenth of its measured rate, and free again. The first steps of a phase, in
+which the cap adapts, count only where the table says so. The audit: blocks of steps with and without it
+alternate, each starting from the same context; ratios compare neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang_oasis.lookahead.fetch_cap import AdaptiveCap
 from sglang_oasis.testing.throttle import throttle
 
 RATIOS = (None, DEFAULT_FETCH_RATIO, 1.0)
-"""None adapts; it comes first, because it measures the link."""
+"""Fetch ratios; None is the adaptive cap, which comes first, because it measures the link."""
 PHASES = ("free", "throttled", "free again")
 SLOWDOWN = 10
 AUDIT_INTERVAL = 32
@@ -44,14 +44,14 @@ MOST_STALLED, MOST_AUDIT_COST = 0.05, 0.02
 
 @dataclass(frozen=True)
 class Setup:
-    """How much is measured.
+    """The extent of the measurements.
 
     Attributes:
         shape: sizes of the model and the contexts.
         warm_up: steps before the first phase.
         phase: steps of each phase.
-        finding_out: of these, steps in which the cap may still be on its way.
-        pairs: of blocks with and without the audit.
+        finding_out: first steps of a phase, in which the cap may still change.
+        pairs: pairs of blocks with and without the audit.
         block: steps of each block, a multiple of AUDIT_INTERVAL.
     """
 
@@ -64,7 +64,7 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """Most that a row decodes in one go."""
+        """Largest number of steps that a row decodes without a restart."""
         return max(self.warm_up + len(PHASES) * self.phase, AUDIT_WARM_UP + self.block)
 
 
@@ -74,7 +74,7 @@ class Sample(NamedTuple):
     Attributes:
         seconds: its time.
         cap: most blocks that each KV head might fetch in it.
-        fetched, deferred: blocks; see `PipelineStatistics`.
+        fetched, deferred: numbers of blocks, as in `PipelineStatistics`.
         stalled: seconds that layers waited.
         transferring: seconds of the transfer stage.
     """
@@ -89,18 +89,18 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """A fetch ratio in a phase; in the steady state where nothing else is said.
+    """The results of a fetch ratio in a phase, in the steady state unless stated otherwise.
 
     Attributes:
-        ratio, phase: which.
-        cap: median, blocks.
+        ratio, phase: names of the fetch ratio and of the phase.
+        cap: median of the cap in blocks.
         fetched: blocks per KV head and step.
         missing: blocks per KV head and step that were among the best and over the cap.
         link: bytes per second and thread while blocks were transferred.
         stalled: share of the time that layers waited.
         stalled_at_first: the same in the first steps of the phase.
-        milliseconds: a step, mean.
-        to_free: relative to the same ratio's first phase.
+        milliseconds: mean time of a step.
+        to_free: time of a step relative to the first phase of the same ratio.
     """
 
     ratio: str
@@ -117,13 +117,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class AuditCost:
-    """What an audit every AUDIT_INTERVAL steps costs.
+    """The cost of an audit every AUDIT_INTERVAL steps.
 
     Attributes:
         ratios: time of a block with it relative to its neighbour without, per pair.
-        milliseconds: a step without it, median over the blocks.
-        wall, processor: seconds that an audit takes in its thread, median, and of a processor.
-        audits: that were timed.
+        milliseconds: time of a step without the audit, median over the blocks.
+        wall, processor: medians of the wall time and of the CPU time of an audit, in seconds.
+        audits: number of timed audits.
     """
 
     ratios: Sequence[float]
@@ -134,26 +134,26 @@ class AuditCost:
 
     @property
     def cost(self) -> float:
-        """Share of a step, the median."""
+        """Median cost as a share of a step."""
         return statistics.median(self.ratios) - 1
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Of the same share."""
+        """Quartiles of the cost as a share of a step."""
         first, _, third = statistics.quantiles(self.ratios, n=4)
         return first - 1, third - 1
 
     @property
     def processor_share(self) -> float:
-        """Of the time of AUDIT_INTERVAL steps, one audit's of a processor."""
+        """CPU time of one audit as a share of the time of AUDIT_INTERVAL steps."""
         return self.processor / (AUDIT_INTERVAL * self.milliseconds / 1e3)
 
 
 class TimedAudit(Audit):
-    """Measures what its thread does.
+    """An audit that measures the time of its thread.
 
     Attributes:
-        times: (seconds, seconds of a processor) of each audit.
+        times: (wall seconds, CPU seconds) of each audit.
     """
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class TimedAudit(Audit):
 
 
 def decode(decoder: Decoder, steps: int) -> list[Sample]:
-    """Time steps one by one."""
+    """Decode and time steps one by one."""
     engine, samples = decoder.engine, []
     selected = engine.tier.layers[0].selected
     before, start = engine.pipeline.statistics(), time.perf_counter()
@@ -189,7 +189,7 @@ def decode(decoder: Decoder, steps: int) -> list[Sample]:
 
 
 def through_phases(decoder: Decoder, setup: Setup, throttled: float | None) -> tuple[list[list[Sample]], float]:
-    """Decode all phases: (samples of each, bytes per second of the throttled link).
+    """Decode all phases; returns (samples of each phase, bytes per second of the throttled link).
 
     Args:
         decoder: whose pipeline is throttled.
@@ -215,7 +215,7 @@ def stalled_share(samples: Sequence[Sample]) -> float:
 
 
 def summarise(setup: Setup, ratio: str, phases: Sequence[Sequence[Sample]]) -> list[Phase]:
-    """The phases of one fetch ratio."""
+    """Return the results of one fetch ratio in all phases."""
     shape = setup.shape
     heads = shape.layers * shape.kv_heads * shape.batch
     _, layout = lay_out(shape, setup.steps, None)
@@ -242,12 +242,12 @@ def summarise(setup: Setup, ratio: str, phases: Sequence[Sequence[Sample]]) -> l
 
 
 def steps_to_recover(phases: Sequence[Sequence[Sample]], cap: float) -> int | None:
-    """Steps of the last phase until the cap is `cap` again, None if it never is."""
+    """Return the number of steps of the last phase until the cap is `cap` again, None if it never is."""
     return next((step for step, sample in enumerate(phases[-1], start=1) if sample.cap >= cap), None)
 
 
 def measure_link(setup: Setup, model: Model, workload: Workload) -> tuple[dict[str, list[list[Sample]]], float]:
-    """(ratio -> samples of its phases, bytes per second of the throttled link)."""
+    """Return (ratio -> samples of its phases, bytes per second of the throttled link)."""
     throttled: float | None = None
     samples = {}
     for ratio in report.progress(RATIOS, "fetch ratios"):
@@ -260,7 +260,7 @@ def measure_link(setup: Setup, model: Model, workload: Workload) -> tuple[dict[s
 
 
 def measure_audit(setup: Setup, model: Model, workload: Workload) -> AuditCost:
-    """Blocks with and without the audit, which of a pair comes first alternates."""
+    """Time pairs of blocks with and without the audit; the order within a pair alternates."""
     decoder = Decoder(setup.shape, model, workload, *lay_out(setup.shape, setup.steps, DEFAULT_FETCH_RATIO))
     ratios, plain, times = [], [], []
     for pair in report.progress(range(setup.pairs), "pairs of blocks with and without audit"):
@@ -278,7 +278,7 @@ def measure_audit(setup: Setup, model: Model, workload: Workload) -> AuditCost:
 def time_block(
     decoder: Decoder, workload: Workload, setup: Setup, audited: bool
 ) -> tuple[float, list[tuple[float, float]]]:
-    """(seconds of a block of steps, times of its audits)."""
+    """Return (seconds of a block of steps, times of its audits)."""
     watching = TimedAudit(decoder.engine.tier, workload.host, AUDIT_INTERVAL, workload.pages_of) if audited else None
     decoder.begin()
     decoder.engine.audit = watching
@@ -292,7 +292,7 @@ def time_block(
 
 
 def judge(phases: Sequence[Phase], cost: AuditCost) -> dict[str, bool]:
-    """Whether what we say of the two is true."""
+    """Return our claims about the cap and the audit, and whether each of them holds."""
     free, throttled, again = (phase for phase in phases if phase.ratio == "auto")
     return {
         f"auto: stalls below {MOST_STALLED:.0%} of a step on a tenth of the link": throttled.stalled < MOST_STALLED,
@@ -329,7 +329,7 @@ def show(setup: Setup, phases: Sequence[Phase], cost: AuditCost, claims: Mapping
 
 
 def draw(setup: Setup, samples: Mapping[str, Sequence[Sequence[Sample]]], cost: AuditCost) -> Figure:
-    """Cap, waiting, and missing blocks against steps; the ratios of the audit's pairs."""
+    """Draw cap, waiting time and missing blocks against steps, and the ratios of the audit's pairs."""
     shape = setup.shape
     heads = shape.layers * shape.kv_heads * shape.batch
     figure = Figure(figsize=(9, 9), layout="constrained")
@@ -351,7 +351,7 @@ def draw(setup: Setup, samples: Mapping[str, Sequence[Sequence[Sample]]], cost: 
 
 
 def measure(setup: Setup) -> tuple[dict[str, Any], Figure]:
-    """Both measurements: the record and the figure."""
+    """Run both measurements; returns the record and the figure."""
     torch.manual_seed(0)
     _, layout = lay_out(setup.shape, setup.steps, None)
     model, workload = Model(setup.shape), Workload(setup.shape, setup.steps, layout)
@@ -379,7 +379,7 @@ def main() -> None:
     options = parser.parse_args()
     if native.load() is None or not overrides.serves(Shape().head_dim):
         raise SystemExit("The CPU kernels are not available here: see the warning above.")
-    # The audit warns of what these contexts leave out right after a topic has changed.
+    # The audit would warn about low recall, which these contexts have just after a topic has changed.
     logging.getLogger(audit.__name__).setLevel(logging.ERROR)
     setup = Setup(Shape(), warm_up=30, phase=options.phase, finding_out=40, pairs=options.pairs, block=64)
     report.save("control", *measure(setup))

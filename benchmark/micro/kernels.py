@@ -1,11 +1,11 @@
-"""The CPU kernels against the memory bandwidth and torch's matrix products, on every instruction set of the machine.
+"""Compares the CPU kernels with the memory bandwidth and torch's matrix products, on all instruction sets.
 
     python -m benchmark.micro.kernels
 
-Each instruction set has a process of its own, in which torch keeps to it, too. Around every decode attention the same
-process reads a large buffer with the same threads; what the kernel reaches is given as a share of that. It runs over
-several layers in turn, more than the caches hold. Pages of the host pool are in the order in which SGLang's allocator
-hands them out, or shuffled; slots of the resident tier always lie side by side. Around every extend attention the
+Each instruction set has a process of its own, in which torch uses it, too. Before and after every decode attention the
+same process reads a large buffer with the same threads; the kernel's rate is given as a share of that rate. It cycles
+through several layers, more than the caches hold. Pages of the host pool are in the order in which SGLang's allocator
+assigns them, or shuffled; slots of the resident tier are always adjacent. Before and after every extend attention the
 process multiplies matrices in float32 with the same threads.
 """
 
@@ -47,7 +47,7 @@ ANY_CPU = torch.tensor([], dtype=torch.int64)
 
 
 class Heads(NamedTuple):
-    """Of one attention layer."""
+    """The heads of one attention layer."""
 
     kv_heads: int
     group: int
@@ -61,7 +61,7 @@ REFERENCE_MODEL, EIGHT_BILLION = Heads(3, 3, 64), Heads(8, 4, 128)
 
 
 class Dtypes(NamedTuple):
-    """Of K and V, and of the query."""
+    """The dtypes of K and V, and of the query."""
 
     stored: torch.dtype
     query: torch.dtype
@@ -83,15 +83,15 @@ class Result:
     """One kernel at one shape on one instruction set; medians over the repeats.
 
     Attributes:
-        kernel, shape: what ran.
-        dtype: of K and V, and of the query where it is another.
-        microseconds: of one call (one layer).
-        gigabytes: K and V that it reads per second / 10^9; None where compute is the limit.
-        probe_gigabytes: the same of the probe, around it.
-        share: of what the probe reads per second.
-        gigaflops: per second / 10^9, None where memory is the limit.
-        matmul_gigaflops: the same of torch's float32 matrix product, around it.
-        matmul_share: of what torch's matrix product reaches.
+        kernel, shape: names of the kernel and of the shape.
+        dtype: dtype of K and V, and of the query if it differs.
+        microseconds: time of one call (one layer).
+        gigabytes: bytes of K and V that it reads per second / 10^9; None where compute is the limit.
+        probe_gigabytes: bytes that the probe reads per second / 10^9, before and after the kernel.
+        share: share of the probe's rate that the kernel reaches.
+        gigaflops: operations per second / 10^9, None where memory is the limit.
+        matmul_gigaflops: the same for torch's float32 matrix product, before and after the kernel.
+        matmul_share: share of the matrix product's rate that the kernel reaches.
         versus_torch: how many times faster than torch's own kernel for it, None where torch has none.
     """
 
@@ -110,13 +110,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Measured:
-    """All results of one instruction set, with what the machine does in the same process.
+    """All results of one instruction set, with the machine's rates in the same process.
 
     Attributes:
-        instruction_set: of the kernels.
-        torch_limits: environment variables that keep torch to it; empty where it takes all that the machine has.
-        probe_gigabytes: read per second / 10^9, median of all probes.
-        matmul_gigaflops: of torch's float32 matrix product, median.
+        instruction_set: instruction set of the kernels.
+        torch_limits: environment variables that limit torch to it; empty if torch uses all that the machine has.
+        probe_gigabytes: bytes read per second / 10^9, median of all probes.
+        matmul_gigaflops: rate of torch's float32 matrix product, median.
         results: one per kernel and shape.
     """
 
@@ -134,7 +134,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 class Probe:
-    """What this process gets of the machine, on the kernels' threads."""
+    """Measures the memory and compute rates of this process, on the kernels' threads."""
 
     def __init__(self) -> None:
         self._words = torch.ones(PROBE_WORDS, dtype=torch.int64)
@@ -143,12 +143,12 @@ class Probe:
         self.matmuls: list[float] = []
 
     def bandwidth(self) -> float:
-        """Bytes per second that it reads."""
+        """Return the bytes per second that the threads read."""
         self.bandwidths.append(self._words.nbytes / seconds(lambda: native.kernels().read_memory(self._words)))
         return self.bandwidths[-1]
 
     def matmul(self) -> float:
-        """Operations per second of torch's float32 matrix product."""
+        """Return the operations per second of torch's float32 matrix product."""
         self.matmuls.append(2 * MATRIX**3 / seconds(lambda: self._matrices[0] @ self._matrices[1]))
         return self.matmuls[-1]
 
@@ -156,7 +156,7 @@ class Probe:
 def against(
     probe: Callable[[], float], run: Callable[[], object], work: float, repeats: int
 ) -> tuple[float, float, float]:
-    """(seconds, the probe's rate, share of it), medians; the probe runs before and after every repeat."""
+    """Return medians of (seconds, the probe's rate, share of it); the probe runs before and after every repeat."""
     run()
     times, rates, shares = [], [], []
     for _ in range(repeats):
@@ -170,7 +170,7 @@ def against(
 def decode_attention(
     probe: Probe, *, batch: int, tokens: int, heads: Heads, dtypes: Dtypes, where: str, repeats: int
 ) -> Result:
-    """One decode step's attention: `where` is "resident", "pages in order" or "pages shuffled"."""
+    """Measure one decode step's attention; `where` is "resident", "pages in order" or "pages shuffled"."""
     blocks = tokens // BLOCK
     layer_bytes = batch * blocks * heads.kv_heads * 2 * BLOCK * heads.head_dim * dtypes.stored.itemsize
     layers = max(2, int(BYTES_BEYOND_CACHES // layer_bytes))
@@ -209,7 +209,7 @@ def decode_attention(
 
 
 def extend_attention(probe: Probe, *, tokens: int, prefix: int, heads: Heads, dtypes: Dtypes, repeats: int) -> Result:
-    """A prefill chunk on a cached prefix; torch's fused attention, for a cold prompt, is what stock SGLang calls."""
+    """Measure a prefill chunk on a cached prefix; stock SGLang calls torch's fused attention for a cold prompt."""
     length = tokens + prefix
     blocks = -(-length // BLOCK)
     query_heads, dim = heads.kv_heads * heads.group, heads.head_dim
@@ -248,7 +248,7 @@ def extend_attention(probe: Probe, *, tokens: int, prefix: int, heads: Heads, dt
 
 
 def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repeats: int) -> list[Result]:
-    """Predict, select and transfer of one layer, on one thread as in the background, at fetch ratio 0.05."""
+    """Measure predict, select and transfer of one layer, on one thread as in the background, at fetch ratio 0.05."""
     kv_heads, group, head_dim = REFERENCE_MODEL
     flags = {"lookahead_kv_budget_tokens": budget, "lookahead_kv_summary_dtype": summary}
     layout = TierLayout.of(
@@ -307,7 +307,7 @@ def pipeline_stages(*, batch: int, tokens: int, budget: int, summary: str, repea
 
 
 def measure(repeats: int) -> Measured:
-    """Every kernel, on the instruction set of this process."""
+    """Measure every kernel, on the instruction set of this process."""
     probe = Probe()
     results = []
     for where, batch, tokens, heads in report.progress(
@@ -350,7 +350,7 @@ def measure(repeats: int) -> Measured:
 
 
 def measure_all(repeats: int) -> Iterator[Measured]:
-    """Of every instruction set, the fastest first, each in a process of its own: the choice is made once."""
+    """Yield the results of every instruction set, fastest first, each from its own process, which can use only one."""
     for name in native.kernels().instruction_sets():
         environment = {**os.environ, "SGLANG_OASIS_CPU_ISA": name, **TORCH_LIMITS.get(name, {})}
         with tempfile.TemporaryDirectory() as folder:
@@ -380,7 +380,7 @@ def show(measured: Measured) -> None:
 
 
 def plot(sets: Sequence[Measured]) -> Figure:
-    """Shares of the probe's bandwidth, and of torch's matrix products, a bar per instruction set."""
+    """Draw the shares of the probe's bandwidth and of torch's matrix products, with a bar per instruction set."""
     rows = {
         "share": [r for r in sets[0].results if r.share is not None],
         "matmul_share": [r for r in sets[0].results if r.matmul_share is not None],

@@ -1,8 +1,8 @@
-"""A decoding model in this process: the product's engine between matmuls of the reference model's sizes.
+"""A decoding model in this process: the product's engine between matrix products of the reference model's sizes.
 
-Weights are random, and so the queries that the selector sees are scripted: each row attends to one of a few topics, of
-which it changes every now and then at once, and to something that drifts. The keys of a context's blocks belong to
-topics. What a benchmark measures here is the cost of a step and how blocks come and go, without SGLang and a text.
+Weights are random, so the queries for the selector are scripted: each row attends to one of a few topics, which changes
+abruptly from time to time, and to a direction that drifts. The keys of a context's blocks belong to topics. A benchmark
+can measure the cost of a step, and how blocks are fetched and evicted, without SGLang and without a text.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ BLOCK = 16
 DTYPE = torch.bfloat16
 TOPICS = 8
 TOPIC_BLOCKS = 4
-"""Neighbouring blocks of one topic."""
+"""Number of neighbouring blocks with the same topic."""
 TOPIC_STEPS = 40
-"""Steps that a row stays with a topic, on average."""
+"""Mean number of steps that a row stays with a topic."""
 TOPIC_STRENGTH = 0.8
 """Length of the topic's part of a key or query, relative to the part that is random."""
 DRIFT = 0.98
-"""Correlation of the drifting part of a query with that of the step before."""
+"""Correlation of the drifting part of a query with that of the previous step."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model and of what it decodes; those of SmolLM2-135M unless given.
+    """Sizes of the model and of the requests; by default those of SmolLM2-135M.
 
     Attributes:
-        layers, kv_heads, group, head_dim, hidden, mlp, vocabulary: of the model; `group` query heads share a KV head.
+        layers, kv_heads, group, head_dim, hidden, mlp, vocabulary: the model; `group` query heads share a KV head.
         batch: rows that decode.
-        context: tokens of each when decoding begins.
+        context: tokens of each row when decoding begins.
         budget: selected tokens per KV head and layer.
     """
 
@@ -67,7 +67,7 @@ class Shape:
 
 
 class Model:
-    """Everything of a transformer but its attention, with random weights on a device."""
+    """All parts of a transformer except attention, with random weights on a device."""
 
     def __init__(self, shape: Shape, device: torch.device | None = None) -> None:
         self._shape, self._device = shape, device
@@ -85,7 +85,7 @@ class Model:
         return (torch.randn(rows, columns, device=self._device) * rows**-0.5).to(DTYPE)
 
     def key_value(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, [n, H, D] each, of `hidden` [n, hidden]; the queries that come with them are not used."""
+        """Return K and V, [n, H, D] each, of `hidden` [n, hidden]; also computes queries, which are not used."""
         shape = self._shape
         qkv = _normed(hidden) @ self._qkv[layer]
         key, value = qkv[:, shape.query_heads * shape.head_dim :].chunk(2, dim=-1)
@@ -93,13 +93,13 @@ class Model:
         return key.unflatten(-1, heads), value.unflatten(-1, heads)
 
     def after_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Output projection of `attended` [n, H*G, D] and the MLP: [n, hidden]."""
+        """Apply the output projection to `attended` [n, H*G, D], then the MLP: [n, hidden]."""
         hidden = hidden + attended.flatten(1) @ self._out[layer]
         gate, up = (_normed(hidden) @ self._gate_up[layer]).chunk(2, dim=-1)
         return hidden + (silu(gate) * up) @ self._down[layer]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocabulary]."""
+        """Return logits [n, vocabulary]."""
         return _normed(hidden) @ self._head
 
 
@@ -138,11 +138,11 @@ class Workload:
         self.queries = scripted_queries(shape, steps, directions)
 
     def pages_of(self, row: int, blocks: int) -> Tensor:
-        """[blocks] int64, host pages of a row's first blocks."""
+        """Return the host pages of a row's first blocks: [blocks] int64."""
         return host_pages(self.req_to_token, row, blocks * BLOCK, BLOCK).long()
 
     def _fill(self, shape: Shape, directions: Tensor) -> None:
-        """Keys of the topics [TOPICS, layers, H, D], random values, and summaries of all pages."""
+        """Fill the pool: keys from the topics [TOPICS, layers, H, D], random values, and summaries of all pages."""
         for pages in self.req_to_token[1:, : shape.context].view(shape.batch, -1, BLOCK)[..., 0].long() // BLOCK:
             topics = block_topics(len(pages))
             for layer, kv in enumerate(self.host.kv):
@@ -151,17 +151,17 @@ class Workload:
 
 
 def topic_directions(shape: Shape, device: torch.device | None = None) -> Tensor:
-    """[TOPICS, layers, H, D]: where keys and queries of a topic point."""
+    """Return the directions of the keys and queries of each topic: [TOPICS, layers, H, D]."""
     return torch.randn(TOPICS, shape.layers, shape.kv_heads, shape.head_dim, device=device) * TOPIC_STRENGTH
 
 
 def block_topics(blocks: int) -> Tensor:
-    """[blocks] int64, the topic of each block of a context."""
+    """Return the topic of each block of a context: [blocks] int64."""
     return torch.randint(TOPICS, (-(-blocks // TOPIC_BLOCKS),)).repeat_interleave(TOPIC_BLOCKS)[:blocks]
 
 
 def topic_pages(shape: Shape, topics: Tensor, directions: Tensor) -> Tensor:
-    """K and V [blocks, H, 2, B, D] of a layer: keys of the blocks' topics, random values.
+    """Return K and V [blocks, H, 2, B, D] of a layer: keys from the blocks' topics, random values.
 
     Args:
         shape: the sizes.
@@ -175,7 +175,7 @@ def topic_pages(shape: Shape, topics: Tensor, directions: Tensor) -> Tensor:
 
 
 def scripted_queries(shape: Shape, steps: int, directions: Tensor) -> Tensor:
-    """See `Workload.queries`."""
+    """Return the queries that `Workload.queries` describes."""
     device = directions.device
     drifting = torch.randn(shape.layers, shape.batch, shape.query_heads, shape.head_dim, device=device)
     topics = torch.randint(TOPICS, (shape.batch,), device=device)
@@ -190,7 +190,7 @@ def scripted_queries(shape: Shape, steps: int, directions: Tensor) -> Tensor:
 
 
 def lay_out(shape: Shape, steps: int, ratio: float | None) -> tuple[LookaheadKVConfig, TierLayout]:
-    """The configuration and the tiers' layout for `steps` steps at a fetch ratio, None for one that adapts."""
+    """Return configuration and tier layout for `steps` steps at a fetch ratio, None for the adaptive cap."""
     flags = {"lookahead_kv_budget_tokens": shape.budget, "lookahead_kv_fetch_ratio": AUTO if ratio is None else ratio}
     config = LookaheadKVConfig.from_flags(flags, BLOCK)
     layout = TierLayout.of(
@@ -230,7 +230,7 @@ class Decoder:
 
     @torch.inference_mode()
     def begin(self) -> None:
-        """New requests with the contexts as their prompts take all rows."""
+        """Fill all rows with new requests, whose prompts are the contexts."""
         shape, workload, engine = self._shape, self._workload, self.engine
         engine.settle()
         self._generation += 1

@@ -1,4 +1,4 @@
-"""What the benchmarks compute from what they measure."""
+"""What the benchmarks compute from their measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads pinned memory by address and writes device memory: what a kernel can get out of the link at best."""
+"""A kernel that reads pinned memory by address and writes device memory, to measure the link's highest rate."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many long requests decode concurrently in the same device KV bytes: stock SGLang against lookahead KV.
+"""Measures how many long requests decode concurrently in the same device KV bytes: stock SGLang and lookahead KV.
 
     python -m benchmark.serving.capacity                 # the whole reference model
     python -m benchmark.serving.capacity --layers 4      # its first four layers: the same ratio, much faster
 
-The device budget is what the full KV cache of R requests takes. Stock SGLang gets it as its KV pool; lookahead KV gets
-it for resident blocks, head maps and summaries. Distinct prompts arrive at once; the figure is the largest
+The device budget is the size of the full KV cache of R requests. Stock SGLang gets it as its KV pool; lookahead KV gets
+it for resident blocks, head maps and summaries. Distinct prompts are sent at the same time; the figure is the largest
 `sglang:num_running_reqs` that SGLang's own metrics report. Stock SGLang is sent two requests more than fit, which is
 enough to see that they wait: its CPU attention takes up to a minute for each.
 """
@@ -42,7 +42,7 @@ class Workload:
         layers: layers of the model, None for all.
         dense_requests: R, requests whose full KV the device budget holds.
         prompt_tokens, output_tokens: of every request.
-        clients: requests sent at once to lookahead KV.
+        clients: requests sent at the same time to lookahead KV.
         budget_tokens: selected tokens per KV head and layer of lookahead KV.
     """
 
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV that the device budget holds; SGLang admits a request only with a page or two to spare."""
+        """Tokens of KV in the device budget; SGLang admits a request only if a page or two remain free."""
         pages = -(-(self.prompt_tokens + self.output_tokens) // PAGE) + 2
         return self.dense_requests * pages * PAGE
 
@@ -72,10 +72,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a server reached.
+    """The result of a server.
 
     Attributes:
-        clients: requests sent at once.
+        clients: requests sent at the same time.
         running: most requests that ran concurrently, by SGLang's own metric.
         finished: requests that produced all their tokens.
         device_bytes: device KV bytes it was given.
@@ -88,13 +88,13 @@ class Outcome:
 
 
 def running_requests(server: Server) -> int:
-    """SGLang's `sglang:num_running_reqs`."""
+    """Return SGLang's metric `sglang:num_running_reqs`."""
     values = re.findall(r"^sglang:num_running_reqs\{[^}]*\} (\S+)$", server.get("/metrics").text, re.MULTILINE)
     return int(max(map(float, values), default=0))
 
 
 def prompts(workload: Workload) -> list[list[int]]:
-    """Distinct prompts of real text: no two share a page."""
+    """Return distinct prompts of real text, of which no two share a page."""
     corpus = real_text_tokens(
         AutoTokenizer.from_pretrained(workload.model), workload.prompt_tokens + 64 * workload.clients
     )
@@ -102,7 +102,7 @@ def prompts(workload: Workload) -> list[list[int]]:
 
 
 def drive(server: Server, workload: Workload, clients: int, title: str) -> tuple[int, int]:
-    """Send the first `clients` requests at once; return (most running, finished)."""
+    """Send the first `clients` requests at the same time; return (most running, finished)."""
     done = threading.Event()
     most = 0
 
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcomes = measure(workload)
 
     table = Table(title=f"Requests of {workload.prompt_tokens} tokens, budget {workload.budget_tokens}")
-    for column in ("server", "device KV bytes", "sent at once", "running at once", "finished"):
+    for column in ("server", "device KV bytes", "sent", "running concurrently", "finished"):
         table.add_column(column, justify="right")
     for name, outcome in outcomes.items():
         table.add_row(

@@ -1,23 +1,23 @@
-"""What one decode step of the whole model costs, and where the time goes.
+"""Measures the time of one decode step of the whole model, and of the step's parts.
 
     python -m benchmark.serving.decode_step
 
-For each batch size, all backends run at the same time, each on a server that sleeps while it has nothing to do, and
-take turns: every repeat passes all contexts of all backends, so that a slow minute of the machine slows them all. They
-serve the same requests, windows of a real text, whose prompts are in the prefix cache. A batch of requests is sent
-twice, with a few output tokens and with many; the difference is the time of the steps in between. `to dense` and `to
-shortest` are medians of the ratios within one repeat: to the dense backend in the same case, and to the same backend
+For each batch size, all backends run at the same time, each on a server that sleeps while it is idle, and
+take turns: every repeat runs all contexts on all backends, so that a slow minute of the machine affects all.
+They serve the same requests, windows of a real text, whose prompts are in the prefix cache. A batch of requests is sent
+twice, with a few output tokens and with many; the difference is the time of the additional steps. `to dense` and `to
+shortest` are medians of ratios within one repeat: to the dense backend in the same case, and to the same backend
 with the shortest context. The parts of a step, from the backend's own clock:
 
     attention   the attention kernel; for the dense backend also storing the new K and V
-    prediction  waiting for the last step's transfer, storing K and V in the host pool, handing over the lookahead query
+    prediction  waiting for the last step's transfer, storing K and V in the host pool, passing on the lookahead query
     transfer    new K and V to the resident tier, blocks that leave the local slots, summaries
-    model       what passes between the attention layers: projections and MLPs
+    model       the time between the attention layers: projections and MLPs
     overhead    the rest of a step: embedding, logits, sampling, planning, scheduler
 
-`background` is the time of the pipeline's stages, in its own thread while all of this goes on, or in the foreground
-where a waiting layer ran them itself. Stock SGLang has no such clock. The parts are of the steps of the long run, so
-they need not add up to the step exactly.
+`background` is the time of the pipeline's stages, in its own thread during the step, or in the foreground if a waiting
+layer ran them itself. Stock SGLang has no such clock. The parts are measured in the steps of the long run, so they may
+not add up to the step exactly.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ WINDOW_DISTANCE = 997
 
 
 class Case(NamedTuple):
-    """What one backend runs.
+    """A case that one backend runs.
 
     Attributes:
         backend: name.
         batch: requests that decode.
-        context: tokens of each.
+        context: tokens of each request.
     """
 
     backend: str
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     """One decode step, the mean of many; times in milliseconds.
 
     Attributes:
-        wall: its time.
+        wall: time of the step.
         parts: part -> time.
         background: time of the pipeline's stages.
         stalls: waits that found a transfer unfinished.
@@ -90,9 +90,9 @@ class Step:
     """One decode step of one backend, medians over the repeats; see `Case` and `Sample`.
 
     Attributes:
-        to_dense: the step relative to the dense backend's.
-        to_shortest: relative to the same backend's with the shortest context.
-        walls: the step in each repeat.
+        to_dense: time relative to the dense backend's step.
+        to_shortest: time relative to the same backend's step with the shortest context.
+        walls: time of the step in each repeat.
     """
 
     backend: str
@@ -108,10 +108,10 @@ class Step:
 
 
 def cases_of(backend: str, options: argparse.Namespace) -> list[Case]:
-    """What the backend runs.
+    """Return the cases that a backend runs.
 
-    A resident tier of everything is large, so it gets the small cases, and stock SGLang, which is slow, the largest of
-    these.
+    A resident tier that holds all blocks is large, so that backend runs only small cases; stock SGLang is slow, and
+    runs only the largest of these.
     """
     cases = [Case(backend, batch, context) for batch in options.batches for context in options.contexts]
     small = [case for case in cases if case.batch <= options.small[0] and case.context <= options.small[1]]
@@ -122,7 +122,7 @@ def cases_of(backend: str, options: argparse.Namespace) -> list[Case]:
 
 def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -> Sequence[str]:
     batch, context = max(case.batch for case in cases), max(case.context for case in cases)
-    # The longest prompts, in which the others are, and for every case what it generates.
+    # The longest prompts, which contain the others, and the output tokens of every case.
     generated = len(cases) * (FEW + options.steps + 2 * PAGE)
     tokens = max(case.batch * (case.context + 2 * PAGE + generated) for case in cases)
     common = (
@@ -139,7 +139,7 @@ def flags_of(backend: str, cases: Sequence[Case], options: argparse.Namespace) -
 
 
 def generate(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds that the prompts take together, and what is known of each answer."""
+    """Return the seconds that the prompts take together, and the data about each answer."""
     start = time.perf_counter()
     response = server.post(
         "/generate",
@@ -151,7 +151,7 @@ def generate(server: Server, prompts: Sequence[Sequence[int]], tokens: int) -> t
 
 
 def clocks(server: Server) -> dict[str, Any]:
-    """The backend's clock and counters, empty for stock SGLang."""
+    """Return the backend's clock and counters, empty for stock SGLang."""
     state = server.get("/server_info").json()["internal_states"][0]
     if "lookahead_kv" in state:
         stats = state["lookahead_kv"]
@@ -182,7 +182,7 @@ def measure(server: Server, prompts: Sequence[Sequence[int]], steps: int) -> Sam
 
 
 def run(cases: Sequence[Case], text: Sequence[int], options: argparse.Namespace) -> dict[Case, list[Sample]]:
-    """The cases of one batch size, in turns."""
+    """Measure the cases of one batch size, in turns."""
     samples: dict[Case, list[Sample]] = {case: [] for case in cases}
     backends = dict.fromkeys(case.backend for case in cases)
     with contextlib.ExitStack() as stack:
@@ -198,7 +198,7 @@ def run(cases: Sequence[Case], text: Sequence[int], options: argparse.Namespace)
 
 
 def prompts_of(case: Case, text: Sequence[int]) -> list[Sequence[int]]:
-    """Windows of the text that share no prefix; those of a shorter context begin those of a longer one."""
+    """Return windows of the text that share no prefix; a window of a shorter context begins that of a longer one."""
     return [text[start : start + case.context] for start in range(0, case.batch * WINDOW_DISTANCE, WINDOW_DISTANCE)]
 
 
@@ -249,7 +249,7 @@ def show(steps: Sequence[Step]) -> None:
 
 
 def plot(steps: Sequence[Step]) -> Figure:
-    """One panel per batch size: step time against context length."""
+    """Draw one panel per batch size: step time against context length."""
     batches = sorted({step.batch for step in steps})
     figure = Figure(figsize=(4.5 * len(batches), 4))
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
@@ -278,7 +278,7 @@ def main() -> None:
         help="largest case of stock and of lookahead-all-resident",
     )
     parser.add_argument("--lookahead", nargs="*", default=[], help="more flags for lookahead KV")
-    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation, or auto; K and V are bfloat16")
     parser.add_argument("--name", default="decode_step")
     options = parser.parse_args()
     tokens = max(options.batches) * WINDOW_DISTANCE + max(options.contexts)

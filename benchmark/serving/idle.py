@@ -1,13 +1,13 @@
-"""What a server takes of the CPU while it has nothing to do, and what that costs: the next request, and another server.
+"""Measures the CPU time of an idle server, and its effects on the next request and on another server.
 
     python -m benchmark.serving.idle
 
-Servers sleep when idle, the default on a CPU, or poll (`--sleep-on-idle false`). All run at the same time, those whose
-turn it is not are stopped (SIGSTOP), and they take turns, so that a slow minute of the machine slows them all; figures
-are medians, factors medians of ratios within one turn.
+Servers sleep when idle, the default on a CPU, or poll (`--sleep-on-idle false`). All run at the same time and take
+turns, so that a slow minute of the machine slows them all; servers that wait for their turn are stopped (SIGSTOP).
+Figures are medians, factors medians of ratios within one turn.
 
 - CPU time of all processes of an idle server, as a share of one core, with text in its prefix cache and metrics on.
-- Seconds to the answer of a short request after five seconds of idleness, from one that sleeps and from one that polls.
+- Seconds to the answer of a short request after five idle seconds, from a server that sleeps and from one that polls.
 - Seconds to the answer of a longer request, from a server alone, beside one that sleeps, and beside one that polls.
 """
 
@@ -42,13 +42,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 SLEEPING, POLLING, ASKED = "lookahead", "lookahead, polls", "dense"
 LAYERS = 4
-"""Of the reference model: what an idle server does does not depend on them, and short requests show a delay best."""
+"""Layers of the reference model: idle work does not depend on them, and short requests show a delay best."""
 FILLED_TOKENS = 2_000
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured.
+    """The extent of the measurements.
 
     Attributes:
         seconds: over which CPU time is taken.
@@ -66,7 +66,7 @@ class Setup:
 
 @contextlib.contextmanager
 def stopped(servers: Sequence[Server]) -> Iterator[None]:
-    """Meanwhile they take nothing of the CPU."""
+    """Stop servers within this context, so that they take no CPU time."""
     halted = [process for server in servers for process in processes(server)]
     for process in halted:
         process.send_signal(signal.SIGSTOP)

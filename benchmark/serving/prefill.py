@@ -1,9 +1,9 @@
-"""Prefill: cold prompts, and a few new tokens on a cached prefix.
+"""Measures prefill of cold prompts, and of a few new tokens on a cached prefix.
 
     python -m benchmark.serving.prefill
 
-Prompts are windows of a real text that share nothing. Each is sent once cold, and again with its last tokens exchanged,
-so that its prefix comes from the prefix cache; one output token is generated, so the time of a request is its time to
+Prompts are windows of a real text without common prefixes. Each is sent once cold, and again with other last tokens, so
+that its prefix comes from the prefix cache; one output token is generated, so the time of a request is its time to
 first token.
 """
 
@@ -33,13 +33,13 @@ WINDOW_DISTANCE = 1997
 
 @dataclass(frozen=True)
 class Result:
-    """One backend; medians over the prompts.
+    """Results of one backend, medians over the prompts.
 
     Attributes:
         backend: name.
-        cold: seconds to the first token of a prompt that nothing is known of.
-        cached: seconds to the first token of one whose prefix is cached.
-        tokens_per_second: of cold prefill.
+        cold: seconds to the first token of a prompt without a cached prefix.
+        cached: seconds to the first token of a prompt with a cached prefix.
+        tokens_per_second: rate of cold prefill.
     """
 
     backend: str
@@ -49,13 +49,13 @@ class Result:
 
 
 def time_to_first_token(server: Server, prompt: Sequence[int], cached: int) -> float:
-    """Seconds; checks how many tokens came from the prefix cache."""
+    """Return the seconds to the first token, after a check that `cached` tokens came from the prefix cache."""
     start = time.perf_counter()
     answer = server.generate(list(prompt), max_new_tokens=1)
     taken = time.perf_counter() - start
     found = answer["meta_info"]["cached_tokens"]
     if found != cached:
-        raise RuntimeError(f"{found} tokens came from the prefix cache, {cached} should have")
+        raise RuntimeError(f"{cached} tokens must come from the prefix cache, got {found}")
     return taken
 
 
@@ -75,7 +75,7 @@ def measure(backend: str, text: Sequence[int], options: argparse.Namespace) -> R
     )
     cold, cached = [], []
     with launch_server(*flags, *BACKENDS[backend]) as server:
-        server.generate(list(text[-options.prefix :]), max_new_tokens=1)  # the first of its size, not counted
+        server.generate(list(text[-options.prefix :]), max_new_tokens=1)  # warm-up, not counted
         server.post("/flush_cache").raise_for_status()
         for i in report.progress(range(options.prompts), backend):
             prompt = list(text[i * WINDOW_DISTANCE :][: options.prefix + options.new])
@@ -90,9 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--prefix", type=int, default=3904, help="tokens that are cached the second time, whole pages")
-    parser.add_argument("--new", type=int, default=16, help="tokens that are not")
+    parser.add_argument("--new", type=int, default=16, help="tokens that are not cached")
     parser.add_argument("--prompts", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation, or auto; K and V are bfloat16")
     parser.add_argument("--name", default="prefill")
     options = parser.parse_args()
     needed = options.prompts * WINDOW_DISTANCE + 2 * (options.prefix + options.new)

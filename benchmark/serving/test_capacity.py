@@ -1,4 +1,4 @@
-"""In the device bytes that hold R dense requests, at least 4R decode concurrently (on four layers of the model)."""
+"""At least 4R requests decode concurrently in the device bytes of R dense requests (on four layers of the model)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Serving with SGLang's own load generator: stock SGLang (torch_native), the dense backend and lookahead KV.
+"""Measures serving with SGLang's load generator: stock SGLang (torch_native), the dense backend and lookahead KV.
 
     python -m benchmark.serving.throughput
 
-All get the same requests, stock SGLang only the first few of them, because each takes it minutes. Two workloads of
+All get the same requests, but stock SGLang only the first few, because each takes minutes there. Two workloads of
 `sglang.bench_serving`: `custom` (distinct windows of a real text) and `generated-shared-prefix`.
 "Same bytes" means the device KV bytes that hold the full KV cache of R requests of the longest length: as the KV pool
 of stock SGLang and of the dense backend, as the resident tier (blocks, maps, summaries) of lookahead KV. The dense
-backend is also run with as much as all requests take.
+backend also runs with as many bytes as all requests need.
 
-Decode throughput is the number of requests that decode at a time over the time between two tokens of one of them,
-median over all tokens: prefill, which interrupts decoding, hardly counts. The whole run's output throughput and the
-times to first token, in which it does, stand beside it.
+Decode throughput is the number of requests that decode concurrently divided by the time between two tokens of one of
+them, as the median over all tokens, so that prefill, which interrupts decoding, has little effect. The output
+throughput of the whole run and the times to first token, which include prefill, are reported, too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Run:
     """One workload on one server.
 
     Attributes:
-        server, workload: what ran.
-        requests: sent, all at once.
+        server, workload: names of the server and of the workload.
+        requests: number of requests, all sent at the same time.
         running: requests that decoded concurrently, median over the tokens.
-        decode_throughput: tokens per second of all that decode, median over the tokens.
+        decode_throughput: tokens per second of all decoding requests, median over the tokens.
         output_throughput: tokens per second of the whole run.
         median_itl_ms: milliseconds between two tokens of a request.
         median_ttft_ms: milliseconds to the first token.
@@ -70,13 +70,13 @@ def kv_bytes_per_token() -> int:
 
 
 def pool_tokens(requests: int, options: argparse.Namespace) -> int:
-    """Tokens of the KV of that many of the longest requests; SGLang admits one only with a page or two to spare."""
+    """Return the KV tokens of `requests` longest requests; SGLang admits one only if a page or two remain free."""
     pages = -(-(options.longest + options.output) // PAGE) + 2
     return requests * pages * PAGE
 
 
 def servers(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Name -> flags."""
+    """Return the flags of each server by name."""
     same_bytes = pool_tokens(options.dense_requests, options)
     everything = str(pool_tokens(options.requests, options))
     common = (
@@ -104,13 +104,13 @@ def servers(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 
 def write_dataset(file: Path, options: argparse.Namespace) -> None:
-    """Conversations whose first turn is a window of the text, `shortest` to `longest` tokens."""
+    """Write conversations whose first turn is a window of the text, `shortest` to `longest` tokens long."""
     tokenizer = AutoTokenizer.from_pretrained(reference_model_path())
     text = real_text_tokens(tokenizer, options.requests * WINDOW_DISTANCE + options.longest)
     step = (options.longest - options.shortest) / max(1, options.requests - 1)
     with file.open("w") as lines:
         for i in range(options.requests):
-            # A few tokens short: text cut inside a word may become more tokens when it is read again.
+            # A few tokens less: text that is cut inside a word may become more tokens when it is tokenized again.
             length = int(options.shortest + i * step) - 8
             prompt = tokenizer.decode(text[i * WINDOW_DISTANCE : i * WINDOW_DISTANCE + length])
             turns = [{"content": prompt}, {"content": "Yes."}]
@@ -178,13 +178,13 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", help="some of the servers, by name")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--stock-requests", type=int, default=4, help="stock SGLang takes minutes for each")
+    parser.add_argument("--stock-requests", type=int, default=4, help="requests for stock SGLang (minutes each)")
     parser.add_argument("--dense-requests", type=int, default=4, help="R, requests whose full KV the device bytes hold")
     parser.add_argument("--shortest", type=int, default=6000)
     parser.add_argument("--longest", type=int, default=7000)
     parser.add_argument("--output", type=int, default=96, help="output tokens of each request")
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--dtype", default="bfloat16", help="of the computation, or auto; K and V are bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation, or auto; K and V are bfloat16")
     parser.add_argument("--name", default="serving")
     options = parser.parse_args()
     chosen = {name: flags for name, flags in servers(options).items() if name in (options.servers or servers(options))}

@@ -1,4 +1,4 @@
-"""What the arrival times of tokens say about decoding."""
+"""Derives decode throughput from the arrival times of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def decoding(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(requests that decode concurrently, their tokens per second), medians over all tokens but each request's first.
+    """Return (requests that decode concurrently, their tokens per second), medians over all tokens but the first ones.
 
     Args:
         ttfts: seconds to the first token of requests that were sent at the same time.
@@ -20,7 +20,7 @@ def decoding(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> tuple[f
     counts, rates = [], []
     for times in arrivals:
         for before, now in itertools.pairwise(times):
-            if now > before:  # several tokens may come in one piece
+            if now > before:  # several tokens may arrive together
                 counts.append(sum(other[0] <= before and now <= other[-1] for other in arrivals))
                 rates.append(counts[-1] / (now - before))
     return statistics.median(counts), statistics.median(rates)

@@ -1,12 +1,12 @@
-"""How well each source predicts what the next step attends to, and what the working set that follows it captures.
+"""Measures how well each source predicts the next step's blocks, and how much mass its working set captures.
 
     python -m benchmark.studies.agreement --head assets/eagle3-smollm2-135m
     python -m benchmark.studies.agreement --texts needles --contexts 4096 --windows 1   # a small part, without EAGLE-3
 
-The reference model reads texts densely, in float32, and is forced to decode their last tokens. From what each source
-looks ahead with, the product's selector predicts K blocks for the next step. Agreement is the part of them that the
-next step's own query selects, with the same selector; mass is what that query's attention, over all keys, gives to the
-predicted blocks and the local ones, as a mean over the query heads of a KV head. Then a working set follows the
+The reference model reads texts densely, in float32, and decodes their last tokens, teacher-forced. From each source's
+lookahead query, the product's selector predicts K blocks for the next step. Agreement is the share of them that the
+next step's own query selects, with the same selector; mass is the share of that query's attention, over all keys, on
+the predicted blocks and the local ones, as a mean over the query heads of a KV head. Then a working set follows the
 predictions as in the product: it starts from the last prompt queries and admits at most C blocks per KV head and step.
 Selector, summaries, sinks and recent tokens are the product's defaults. Nothing is random.
 """
@@ -61,9 +61,9 @@ from sglang_oasis.tier.window import Windows
 PRODUCT = LookaheadKVConfig.from_flags({})
 SUMMARY = SUMMARY_FORMATS[PRODUCT.summary_dtype]
 MATTERS, QUIET, MEMORY = 0.05, 0.01, 8
-"""A block matters suddenly when it has this mass, and had less than that in each of so many steps before."""
+"""A block matters suddenly if it has at least this mass now, and had less in each of this number of earlier steps."""
 LONGEST = 8192
-"""Tokens that the model was trained on."""
+"""Longest context for which the model was trained, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -112,38 +112,38 @@ class Blocks:
         )
 
     def weights(self) -> Tensor:
-        """[m, 3, L, H, N]: attention mass, what matters suddenly, and what did in the step before."""
+        """Return [m, 3, L, H, N]: attention mass, suddenly important blocks, and those of the previous step."""
         sudden = self.sudden.float()
         return torch.stack([self.mass, sudden, pad(sudden, (0, 0, 0, 0, 0, 0, 1, 0))[:-1]], dim=1)
 
 
 def rank(layer: Layer, queries: Tensor, candidates: Tensor) -> Tensor:
-    """[m, H, N]: the product's scores, before the sinks are set to infinity, for `queries` [m, Q, Hq, D]."""
+    """Return the product's scores [m, H, N] for `queries` [m, Q, Hq, D], before the sinks are set to infinity."""
     records = summarise(layer.blocks, SUMMARY).expand(len(queries), -1, -1, -1).contiguous()
     return SELECTORS.find(PRODUCT.selector)(queries, records, SUMMARY, candidates, layer.scale)
 
 
 def quiet_before(mass: Tensor) -> Tensor:
-    """[m, H, N] bool: whether a block's `mass` [m, H, N] was small in all of the `MEMORY` steps before."""
+    """Return whether a block's `mass` [m, H, N] was small in all `MEMORY` previous steps: [m, H, N] bool."""
     loud = torch.ones_like(mass, dtype=torch.bool)
     loud[MEMORY:] = (mass.unfold(0, MEMORY, 1)[:-1] >= QUIET).any(-1)
     return ~loud
 
 
 def with_sinks(scores: Tensor) -> Tensor:
-    """The scores [..., N], with infinity for the sinks."""
+    """Return the scores [..., N], with infinity for the sinks."""
     sink = torch.arange(scores.shape[-1]) < PRODUCT.sink_blocks
     return scores.masked_fill(sink, float("inf"))
 
 
 def overlap(selected: Tensor, truth: Tensor, count: int) -> Tensor:
-    """[V, L]: share of `selected` [m, V, L, H, K] that is in `truth` [m, L, H, K], of `count` blocks."""
+    """Return [V, L], the share of `selected` [m, V, L, H, K] that is in `truth` [m, L, H, K], of `count` blocks."""
     wanted = torch.zeros(*truth.shape[:-1], count, dtype=torch.bool).scatter_(-1, truth, True)
     return captured(wanted.float(), selected) / truth.shape[-1]
 
 
 def captured(mass: Tensor, selected: Tensor) -> Tensor:
-    """[V, L]: sum of `mass` [m, L, H, N] over `selected` [m, V, L, H, K], mean over steps and heads."""
+    """Return [V, L], the sum of `mass` [m, L, H, N] over `selected` [m, V, L, H, K], mean over steps and heads."""
     return torch.stack([mass.gather(-1, chosen).sum(-1).mean((0, 2)) for chosen in selected.unbind(1)])
 
 
@@ -151,7 +151,7 @@ def captured(mass: Tensor, selected: Tensor) -> Tensor:
 def measure(
     setup: Setup, reference: SparseReference, drafter: Eagle3 | None, kind: str, window: int, tokens: list[int]
 ) -> list[Measurement]:
-    """Everything about one text."""
+    """Make all measurements on one text."""
     text = decode(reference, tokens, setup.steps, drafter.head.shape.layers if drafter else ())
     sources = lookaheads(reference, text, drafter)
     blocks = Blocks.build(text, sources)
@@ -166,14 +166,14 @@ def measure(
 
 
 def token_hits(text: DecodedText, lookahead: Lookahead) -> float | None:
-    """How often the source's token was the text's."""
+    """Return how often the source's guessed token was that of the text; None if the source guesses none."""
     if lookahead.tokens is None:
         return None
     return round(float((lookahead.tokens == text.tokens[text.next_positions]).float().mean()), 4)
 
 
 def follow(blocks: Blocks, source: str, smoothings: Sequence[Smoothing], k: int) -> Iterator[dict[str, Any]]:
-    """For every smoothing, what a `Measurement` has of predictions and working sets."""
+    """Yield, for every smoothing, the fields of a `Measurement` about predictions and working sets."""
     given = blocks.scores[source]
     scores = with_sinks(torch.stack([smooth(given, blocks.startup, s) for s in smoothings], dim=1))
     selected = scores.topk(k).indices
@@ -191,12 +191,12 @@ def follow(blocks: Blocks, source: str, smoothings: Sequence[Smoothing], k: int)
 
 
 def best(blocks: Blocks, k: int) -> Tensor:
-    """[m, L, H, K] int64: what the true next query selects."""
+    """Return the blocks that the true next query selects: [m, L, H, K] int64."""
     return with_sinks(blocks.scores[ORACLE]).topk(k).indices
 
 
 def ideal(blocks: Blocks, k: int) -> dict[str, Any]:
-    """Agreement and mass per layer of the K blocks of largest mass."""
+    """Return agreement and mass, per layer, of the K blocks of largest mass."""
     selected = blocks.mass.topk(k).indices[:, None]
     agreement = overlap(selected, best(blocks, k), blocks.mass.shape[-1])
     mass = blocks.local + captured(blocks.mass, selected)
@@ -204,14 +204,14 @@ def ideal(blocks: Blocks, k: int) -> dict[str, Any]:
 
 
 def rounded(values: Tensor) -> list[float] | float | None:
-    """As JSON, where a number that is none is None."""
+    """Return JSON values, with None instead of NaN."""
     if values.ndim:
         return [round(value, 4) for value in values.tolist()]
     return None if values.isnan() else round(float(values), 4)
 
 
 def head_facts(folder: Path) -> dict[str, Any]:
-    """Where a head is, and what its training wrote about how long it was trained and how good it is."""
+    """Return the folder of a head, and the facts about its training and its accuracy that the training wrote."""
     training = folder / "training.json"
     facts = json.loads(training.read_text()) if training.exists() else {}
     return {"folder": str(folder), "epochs": facts.get("epochs"), "held_out": facts.get("held_out")}
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.head,
     )
 
-    native.load()  # where there is a compiler; the references are slower
+    native.load()  # if there is a compiler; the references are slower
     path = reference_model_path()
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = [

@@ -1,4 +1,4 @@
-"""What `benchmark.studies.agreement` finds: numbers, tables, a figure, and what they say about our claims."""
+"""The results of `benchmark.studies.agreement`: numbers, tables, a figure, and whether they confirm our claims."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ IDEAL = "ideal: true mass"
 OFF = Smoothing()
 SHORTLIST = (OFF, Smoothing(0.9, 2.0), Smoothing(0.9, 3.0))
 SMOOTHINGS = (OFF, *(Smoothing(decay, escape) for decay in (0.8, 0.9) for escape in (2.0, 3.0, None)))
-"""Measured at the first K; at the others, only the short list."""
+"""Smoothings measured at the first K; at the other K, only those of the short list."""
 HOW = ("capped", "free")
-"""With and without a limit on what a step may fetch."""
+"""Working sets with and without a limit on the blocks that a step may fetch."""
 SAVING, LOSS = 3.0, 0.3
-"""What smoothing should save, as a ratio of blocks fetched, and may lose, in points of mass."""
+"""The factor of fetched blocks that smoothing should save, and the points of mass that it may lose."""
 GAP, WORST_GAP = 1.0, 3.0
-"""Points of mass that a working set may be below the ideal, in the mean and in the worst layer."""
+"""Points of mass by which a working set may be below the ideal, on average and in the worst layer."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured.
+    """The extent of the measurements.
 
     Attributes:
         texts: kinds of text, of `DECODED_TEXTS`.
         contexts: tokens of the texts, with what is decoded.
-        windows: different texts of each kind and context.
-        steps: decoded tokens at the end of each.
+        windows: number of texts of each kind and context.
+        steps: decoded tokens at the end of each text.
         blocks: values of K.
         head: folder of an EAGLE-3 head.
     """
@@ -57,17 +57,17 @@ class Measurement:
 
     Attributes:
         text, window, context: kind of text, its number, tokens.
-        sudden_blocks: blocks that matter all of a sudden, over all layers, KV heads and steps.
+        sudden_blocks: number of blocks that matter suddenly, over all layers, KV heads and steps.
         k: blocks selected per KV head.
-        source: of the lookahead query, or `IDEAL`, which has no working set.
-        smoothing: as shown.
+        source: source of the lookahead query, or `IDEAL`, which has no working set.
+        smoothing: name of the smoothing.
         agreement: share of the predicted K blocks that the next query selects.
-        mass: of the predicted and local blocks.
-        token_hits: how often a guessed token was the text's; None where none is guessed.
-        capped_mass, capped_fetched: of a working set that admits `fetch_cap` blocks a step, and blocks that it fetches
-            per KV head and step.
-        capped_sudden: part of the blocks that matter all of a sudden that this working set holds in that step.
-        capped_late: part of them that it holds in the step after.
+        mass: attention mass of the predicted and local blocks.
+        token_hits: how often a guessed token was that of the text; None if no token is guessed.
+        capped_mass, capped_fetched: mass of a working set that admits `fetch_cap` blocks a step, and the blocks that it
+            fetches per KV head and step.
+        capped_sudden: share of the suddenly important blocks that this working set holds in that step.
+        capped_late: share of them that it holds in the next step.
         free_mass, free_fetched, free_sudden, free_late: the same without a cap.
     """
 
@@ -92,13 +92,13 @@ class Measurement:
 
 
 class Effect(NamedTuple):
-    """What a smoothing does.
+    """The effect of a smoothing.
 
     Attributes:
-        mass: of the working set.
-        points: how much that is above no smoothing, in points.
-        fetched: blocks per KV head and step.
-        sudden, late: see `Measurement`.
+        mass: attention mass of the working set.
+        points: difference of the mass to that without smoothing, in percentage points.
+        fetched: blocks fetched per KV head and step.
+        sudden, late: as in `Measurement`.
     """
 
     mass: float
@@ -126,35 +126,35 @@ class Findings:
     def layers(
         self, column: str, text: str, context: int, k: int, source: str, smoothing: Smoothing = OFF
     ) -> list[float]:
-        """A column of `Measurement`, per layer."""
+        """Return a column of `Measurement`, per layer."""
         cells = self._by_cell[text, context, k, source, str(smoothing)]
         return [fmean(values) for values in zip(*(getattr(cell, column) for cell in cells), strict=True)]
 
     def mean(self, column: str, text: str, context: int, k: int, source: str, smoothing: Smoothing = OFF) -> float:
-        """Its mean over the layers, or the mean of a column that is not per layer; nan where no text has a number."""
+        """Return a column's mean over the layers, or of a column that is not per layer; NaN if no text has a number."""
         found = [getattr(cell, column) for cell in self._by_cell[text, context, k, source, str(smoothing)]]
         numbers = [fmean(value) if isinstance(value, list) else value for value in found if value is not None]
         return fmean(numbers) if numbers else nan
 
     def effect(self, how: str, text: str, context: int, k: int, source: str, smoothing: Smoothing) -> Effect:
-        """What a smoothing does to a working set that is `how`, see `HOW`."""
+        """Return the effect of a smoothing on a working set of the kind `how`, one of `HOW`."""
         columns = [f"{how}_{name}" for name in ("mass", "fetched", "sudden", "late")]
         mass, fetched, sudden, late = (self.mean(c, text, context, k, source, smoothing) for c in columns)
         return Effect(mass, 100 * (mass - self.mean(columns[0], text, context, k, source)), fetched, sudden, late)
 
     def points_below_ideal(self, text: str, context: int, k: int, source: str, smoothing: Smoothing) -> list[float]:
-        """How much less mass than the K best blocks have a capped working set holds, per layer, in points."""
+        """Return by how many points a capped working set's mass is below that of the K best blocks, per layer."""
         held = self.layers("capped_mass", text, context, k, source, smoothing)
         ideal = self.layers("mass", text, context, k, IDEAL)
         return [100 * (best - mass) for best, mass in zip(ideal, held, strict=True)]
 
     def cells(self) -> list[tuple[str, int]]:
-        """Every kind of text and context."""
+        """Return every kind of text and context."""
         return list(product(self.setup.texts, self.setup.contexts))
 
 
 def show_sources(findings: Findings) -> None:
-    """A table per kind of text and context: all sources and K, without smoothing."""
+    """Show a table per kind of text and context: all sources and K, without smoothing."""
     columns = [
         "K", "source", "token\nright", "agree-\nment", "worst\nlayer", "mass", "worst\nlayer",
         "mass\ncapped", "worst\nlayer", "fetched\ncapped", "mass\nfree", "fetched\nfree",
@@ -180,7 +180,7 @@ def _source_row(findings: Findings, text: str, context: int, k: int, source: str
 
 
 def show_smoothing(findings: Findings) -> None:
-    """A table per source, with and without a cap, at the first K and the longest context."""
+    """Show a table per source, with and without a cap, at the first K and the longest context."""
     k, context = findings.setup.blocks[0], max(findings.setup.contexts)
     columns = ["smoothing"]
     for text in findings.setup.texts:
@@ -201,12 +201,12 @@ def show_smoothing(findings: Findings) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and what was measured.
+    """A claim and its evidence.
 
     Attributes:
-        claim: in words.
-        holds: on every kind of text.
-        evidence: the numbers, a line each.
+        claim: the claim in words.
+        holds: whether it holds on every kind of text.
+        evidence: the numbers, one line each.
     """
 
     claim: str
@@ -215,7 +215,7 @@ class Claim:
 
 
 def claims(findings: Findings) -> list[Claim]:
-    """All claims, at the first K and the longest context."""
+    """Return all claims, at the first K and the longest context."""
     k, context = findings.setup.blocks[0], max(findings.setup.contexts)
     drafting = [source for source in (DUAL, EAGLE3) if source in findings.sources]
     return [
@@ -263,7 +263,7 @@ def _near_ideal(findings: Findings, context: int, k: int, source: str, smoothing
 
 
 def draw(findings: Findings) -> Figure:
-    """At the first K and the longest context, a row per kind of text."""
+    """Draw the figure, at the first K and the longest context, with a row per kind of text."""
     k, context = findings.setup.blocks[0], max(findings.setup.contexts)
     texts = findings.setup.texts
     figure = Figure(figsize=(15, 3.2 * len(texts)), layout="constrained")
@@ -287,7 +287,7 @@ def draw(findings: Findings) -> Figure:
 
 
 def _draw_smoothing(axes: Axes, findings: Findings, text: str, context: int, k: int) -> None:
-    """Every smoothing is a point: filled without a cap, hollow with."""
+    """Draw every smoothing as a point: filled without a cap, hollow with a cap."""
     for number, source in enumerate(findings.sources):
         for how, face in zip(HOW, ("none", f"C{number}"), strict=True):
             found = [findings.effect(how, text, context, k, source, s) for s in SMOOTHINGS]

@@ -1,8 +1,8 @@
-"""The queries that every source would look ahead with, and the one that comes, on a text whose end is decoded.
+"""The lookahead queries of every source, and the true next query, on a text whose end is decoded.
 
-The reference model reads the text densely and is forced to decode its last tokens. During step i, which processes the
-i-th of them, a source gives a query for step i + 1: m = n - 1 predictions in n steps. A guessed token has the query
-that the model would give it in the next token's place: it attends to the text before, and to itself.
+The reference model reads the text densely and decodes its last tokens, teacher-forced. During step i, which processes
+the i-th of them, a source gives a query for step i + 1: m = n - 1 predictions in n steps. A guessed token has the query
+that the model would give it at the next token's position: it attends to the text before, and to itself.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LAST_QUERY, DUAL, EAGLE3, ORACLE = "last-query", "dual", "EAGLE-3", "oracle"
 
 @dataclass(frozen=True)
 class DecodedText:
-    """What the model makes of a text of T tokens whose last n are decoded.
+    """The model's results for a text of T tokens, of which the last n are decoded.
 
     Attributes:
         tokens: [T] int64.
         steps: n.
         keys, values: per layer [H, T, D], after RoPE.
-        queries: [L, n, Hq, D], of the decode steps.
-        startup: [L, 16, Hq, D], of the last prompt tokens.
+        queries: [L, n, Hq, D], queries of the decode steps.
+        startup: [L, 16, Hq, D], queries of the last prompt tokens.
         features: [T, layers * hidden], outputs of the layers that an EAGLE-3 head reads.
         scale: softmax scale.
     """
@@ -52,16 +52,16 @@ class DecodedText:
 
     @property
     def next_positions(self) -> Tensor:
-        """[m] int64: where the predicted queries belong."""
+        """Return the positions of the predicted queries: [m] int64."""
         return torch.arange(self.prompt + 1, len(self.tokens))
 
 
 class Lookahead(NamedTuple):
-    """What a source predicts.
+    """The predictions of a source.
 
     Attributes:
         queries: [L, m, Hq, D].
-        tokens: [m] int64, the tokens it guessed; None where it guesses none.
+        tokens: [m] int64, the guessed tokens; None if the source guesses none.
     """
 
     queries: Tensor
@@ -81,7 +81,7 @@ class Eagle3(NamedTuple):
 
 
 class GuessAttention:
-    """Every token attends to the text before its own position, and to itself; keeps the queries, [m, Hq, D] a layer.
+    """Attention of each token to the text before its position and to itself; keeps the queries, [m, Hq, D] a layer.
 
     Args:
         text: the text.
@@ -104,7 +104,7 @@ class GuessAttention:
 
 @torch.inference_mode()
 def decode(reference: SparseReference, tokens: Sequence[int], steps: int, layers: Sequence[int]) -> DecodedText:
-    """Read a text whose last `steps` tokens are decoded; `layers` are those whose outputs are the features."""
+    """Run the model on a text whose last `steps` tokens are decoded; the features are the outputs of `layers`."""
     attention = CapturedAttention()
     with _outputs(reference, layers) as outputs:
         prompt = reference.prefill(tokens[:-steps])
@@ -125,7 +125,7 @@ def decode(reference: SparseReference, tokens: Sequence[int], steps: int, layers
 
 @contextmanager
 def _outputs(reference: SparseReference, layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
-    """Layer -> its outputs [tokens, hidden], one for every forward pass meanwhile."""
+    """Collect the outputs of layers, [tokens, hidden] for each forward pass inside of this context."""
     outputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     hooks = [
         reference.model.model.layers[layer].register_forward_hook(lambda _, __, out, kept=kept: kept.append(out[0]))
@@ -140,7 +140,7 @@ def _outputs(reference: SparseReference, layers: Sequence[int]) -> Iterator[dict
 
 @torch.inference_mode()
 def guessed(reference: SparseReference, text: DecodedText, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [L, m, Hq, D] of `tokens` [m] at `positions` [m], and what the model expects after each, [m] tokens."""
+    """Return queries [L, m, Hq, D] of `tokens` [m] at `positions` [m], and the model's next token for each, [m]."""
     attention = GuessAttention(text, positions)
     with attending(attention):
         out = reference.model(tokens[None], position_ids=positions[None], use_cache=False)
@@ -156,7 +156,7 @@ def last_query(text: DecodedText) -> Lookahead:
 
 
 def dual(reference: SparseReference, text: DecodedText) -> Lookahead:
-    """The token that the model believed would follow, see `sglang_oasis.serving.speculative.dual`."""
+    """Predict with the token that the model guessed would follow, as in `sglang_oasis.serving.speculative.dual`."""
     belief = text.tokens[text.prompt : text.prompt + 1]
     beliefs, queries = [], []
     for position in text.next_positions.split(1):
@@ -169,7 +169,7 @@ def dual(reference: SparseReference, text: DecodedText) -> Lookahead:
 
 @torch.inference_mode()
 def eagle3(reference: SparseReference, text: DecodedText, drafter: Eagle3) -> Lookahead:
-    """The head's first draft; for position t + 1 it has the features up to t - 1 and the token at t."""
+    """Predict with the head's first draft; for position t + 1 it has the features up to t - 1 and the token at t."""
     embeddings = reference.model.get_input_embeddings()(text.tokens[1:-1])
     logits = drafter.head.next_drafts(embeddings, text.features[:-2], text.steps - 1)
     drafts = drafter.draft_tokens[logits.argmax(-1)]
@@ -177,7 +177,7 @@ def eagle3(reference: SparseReference, text: DecodedText, drafter: Eagle3) -> Lo
 
 
 def lookaheads(reference: SparseReference, text: DecodedText, drafter: Eagle3 | None) -> dict[str, Lookahead]:
-    """What every source predicts; without a drafter there is no EAGLE-3."""
+    """Return the predictions of every source; EAGLE-3 is missing if there is no drafter."""
     found = {LAST_QUERY: last_query(text), DUAL: dual(reference, text)}
     if drafter is not None:
         found[EAGLE3] = eagle3(reference, text, drafter)

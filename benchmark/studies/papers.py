@@ -2,7 +2,7 @@
 
     python -m benchmark.studies.papers [--output-json FILE]
 
-Only what is said here comes from the paper: the settings that it names, and the figures to compare with.
+Only the values in this file come from the paper: the settings that it names, and the figures to compare with.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ ABLATION_BATCH = 128
 """Requests of Table 2, inferred. At ratio 0.01 C is one block, of 2.36 MB in Qwen3-8B's 36 layers and 8 KV heads, and a
 step moves 0.30 GB; and 824 tokens/s with 5.05 GB a step at 30 to 34 GB/s take 122 to 139 requests."""
 ABLATION_CONTEXT = 8192
-"""Mean length of an AIME24 request, assumed; only the scan of the summaries depends on it."""
+"""Assumed mean length of an AIME24 request; only the scan of the summaries depends on it."""
 ABLATION_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 1.0)
 DRIFT = 5.05 / 0.30
 """Blocks per KV head and step that are fetched without a cap: Table 2's two ends, the first of which is one block."""
 TOKENS_PER_ROW = 2
-"""The newest token and the draft."""
+"""Tokens per request and step: the newest token and the draft."""
 PAPER_STEP_SECONDS = ABLATION_BATCH / 2178
-"""Of a step that never waits: Table 2, ratio 0.01."""
+"""Seconds of a step that never waits: Table 2, ratio 0.01."""
 
 
 class Worked(NamedTuple):
-    """One number.
+    """One number of the paper.
 
     Attributes:
         name: what it is.
-        source: where the paper has it.
-        published: least and most that the paper says.
-        recomputed: by the planner.
-        unit: of both.
+        source: place in the paper.
+        published: least and largest value in the paper.
+        recomputed: value of the planner.
+        unit: unit of both values.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Worked(NamedTuple):
 
 
 def worked_numbers() -> list[Worked]:
-    """All but the ablation."""
+    """Return all numbers except those of the ablation."""
     token = model_of("Qwen3-32B").kv_token_bytes
     link = step_bytes_budget(GPUS["h100"].link_bytes_per_second, 0.017)
     per_request = link / 64 / model_of("Qwen3-8B").kv_token_bytes
@@ -80,29 +80,29 @@ def worked_numbers() -> list[Worked]:
 
 
 def oasis_deployment(context: int) -> Deployment:
-    """Qwen3-8B on one H100, with the paper's working set in our tiers."""
+    """Return Qwen3-8B on one H100, with the paper's working set in our tiers."""
     gpu = GPUS["h100"]
     config = LookaheadKVConfig.from_flags(OASIS_FLAGS)
     return Deployment(model_of("Qwen3-8B"), gpu, config, context, 1, None, default_memory_fraction(gpu, 1))
 
 
 def draft_kv_bytes(deployment: Deployment) -> int:
-    """KV of one request in an EAGLE-3 head of one layer like the target's, which the paper keeps on the GPU."""
+    """Return the KV bytes of one request in an EAGLE-3 head with one layer, which the paper keeps on the GPU."""
     return deployment.context * deployment.kv_token_bytes // deployment.model.layers
 
 
 def staged_requests() -> float:
-    """Requests of 100,000 tokens in 10^12 bytes: on eight ranks each of the four KV heads is held twice."""
+    """Return how many requests of 100,000 tokens fit into 10^12 bytes; eight ranks hold each of 4 KV heads twice."""
     model = model_of("Qwen3-235B-A22B")
     token = model.kv_token_bytes / model.kv_heads * 8 * model.kv_heads_of_rank(8)
     return 1e12 / (100_000 * token)
 
 
 def ablation(*, papers_step: bool) -> list[SweepPoint]:
-    """Table 2 simulated.
+    """Simulate Table 2.
 
     Args:
-        papers_step: a step that never waits takes what the paper measured, else what the roofline says.
+        papers_step: True to take the paper's measured time of a step that never waits, False for the roofline's.
     """
     return fetch_cap_sweep(
         oasis_deployment(ABLATION_CONTEXT),
@@ -115,13 +115,13 @@ def ablation(*, papers_step: bool) -> list[SweepPoint]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print all of it."""
+    """Print all numbers."""
     import rich
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write all numbers to this file")
     file = parser.parse_args(arguments).output_json
     numbers = worked_numbers()
     sweeps = {"hardware alone": ablation(papers_step=False), "the paper's unhindered step": ablation(papers_step=True)}

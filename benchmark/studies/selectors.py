@@ -1,4 +1,4 @@
-"""How much attention mass each way of ranking blocks captures, on real queries and keys (DESIGN section 8).
+"""Measures how much attention mass each way of ranking blocks captures, on real queries and keys.
 
     python -m benchmark.studies.selectors                                # two windows of prose and two of source code
     python -m benchmark.studies.selectors --windows 1 --texts prose      # a quarter of it
@@ -38,7 +38,7 @@ BUDGETS = (2048, 1024, 512)
 BLOCK_SIZES = (16, 8)
 TIGHTNESS = (1.0, 0.75, 0.6, 0.5, 0.25)
 RECENT_TOKENS = 16
-TAIL = 1024  # the measured positions are spread over so many last tokens
+TAIL = 1024  # the measured positions are spread over this number of last tokens
 CODE_MODULES = ("argparse", "inspect", "tarfile", "typing")
 IDEAL = "ideal: true mass"
 LOCAL = "local"
@@ -46,11 +46,11 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured.
+    """The extent of the measurements.
 
     Attributes:
         texts: kinds of text, of `TEXTS`.
-        windows: different texts of each kind.
+        windows: number of texts of each kind.
         context: tokens of each text.
         positions: measured queries per text.
         sink_tokens: first tokens that are always selected, inside the budget.
@@ -63,7 +63,7 @@ class Setup:
     sink_tokens: int
 
     def query_positions(self) -> Tensor:
-        """[n] int64, evenly spread over the tail: 64 are 16.2 apart, so every offset within a block occurs."""
+        """Return [n] int64, evenly spread over the tail: 64 are 16.2 apart, so every offset within a block occurs."""
         return torch.linspace(self.context - TAIL, self.context - 1, self.positions).round().long()
 
 
@@ -87,7 +87,7 @@ class CapturedAttention(DenseAttention):
 
 @torch.inference_mode()
 def capture(reference: SparseReference, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor, float]]:
-    """Queries of the tail and keys of the whole text, per layer."""
+    """Return queries of the tail and keys of the whole text, per layer."""
     cache = reference.prefill(tokens[:-TAIL]).cache
     attention = CapturedAttention()
     tail = torch.tensor([tokens[-TAIL:]])
@@ -118,7 +118,7 @@ class Layer:
     def build(
         cls, query: Tensor, mass: Tensor, keys: Tensor, positions: Tensor, block_size: int, scale: float
     ) -> Layer:
-        """From `query` [n, Hq, D], the `mass` [n, H, G, T] of every token, `keys` [H, T, D] and `positions` [n]."""
+        """Build from `query` [n, Hq, D], the tokens' `mass` [n, H, G, T], `keys` [H, T, D] and `positions` [n]."""
         complete = keys.shape[1] // block_size
         return cls(
             query=query,
@@ -129,31 +129,31 @@ class Layer:
         )
 
     def grouped(self) -> Tensor:
-        """[n, H, G, D]: the queries of each KV head."""
+        """Return the queries of each KV head: [n, H, G, D]."""
         return self.query.unflatten(1, (self.blocks.shape[0], -1))
 
     def selectable(self) -> Tensor:
-        """[n, N]: bool, whether a complete block may be selected."""
+        """Return whether each complete block may be selected: [n, N] bool."""
         return torch.arange(self.blocks.shape[1]) < self.first_local[:, None]
 
     def softmax(self, estimate: Tensor) -> Tensor:
-        """Softmax over the selectable blocks of an unscaled [n, H, G, N]."""
+        """Return the softmax over the selectable blocks of an unscaled estimate [n, H, G, N]."""
         hidden = ~self.selectable()[:, None, None]
         return (estimate * self.scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
     def mean_mass(self) -> Tensor:
-        """[n, H, N]: mass of every complete block, mean over the group."""
+        """Return the mass of every complete block, mean over the group: [n, H, N]."""
         return self.mass[..., : self.blocks.shape[1]].mean(2)
 
 
 def by_summary(layer: Layer, fmt: SummaryFormat, tightness: float) -> Tensor:
-    """The product's own ranking."""
+    """Rank blocks as the product does."""
     records = summarise(layer.blocks, fmt).expand(len(layer.query), -1, -1, -1)
     return block_scores(layer.query[:, None], records, fmt, layer.first_local, layer.scale, tightness)
 
 
 def estimate(layer: Layer, fmt: SummaryFormat, tightness: float) -> Tensor:
-    """[n, H, G, N]: what `block_scores` takes the softmax of, before scaling."""
+    """Return the estimate of `block_scores` before scaling and softmax: [n, H, G, N]."""
     midpoint, half_range = unpack(summarise(layer.blocks, fmt), fmt).unbind(-2)
     query = layer.grouped()
     return query @ midpoint.mT + tightness * (query.abs() @ half_range.mT)
@@ -176,7 +176,7 @@ class Selector:
     """A way to rank blocks.
 
     Attributes:
-        name: as shown.
+        name: name in the tables.
         score: layer -> [n, H, N], larger is better; blocks that are not selectable are ignored.
         record_bytes: head dim -> bytes of a block's summary, None when it reads the keys themselves.
         rerank: take the 2K best, read their keys, and keep the K of largest mass among what was read.
@@ -208,7 +208,7 @@ def selectors() -> list[Selector]:
 
 
 def reranked(layer: Layer, candidates: Tensor) -> Tensor:
-    """[n, H, N] scores when only the keys of `candidates` [n, H, C] and the local ones are read, -inf elsewhere."""
+    """Return scores [n, H, N] from the keys of `candidates` [n, H, C] and local blocks only, -inf elsewhere."""
     count = layer.blocks.shape[1]
     read = torch.zeros(*candidates.shape[:2], count, dtype=torch.bool).scatter_(-1, candidates, True)
     known = layer.mass[..., :count] * read[:, :, None]
@@ -218,7 +218,7 @@ def reranked(layer: Layer, candidates: Tensor) -> Tensor:
 
 
 def select(layer: Layer, selector: Selector, scores: Tensor, k: int, sink_blocks: int) -> Tensor:
-    """[n, H, K] int64: the best selectable blocks by `scores` [n, H, N], the sinks first."""
+    """Return the best selectable blocks by `scores` [n, H, N], the sinks first: [n, H, K] int64."""
     scores = scores.masked_fill(~layer.selectable()[:, None], float("-inf"))
     scores[..., :sink_blocks] = float("inf")
     if selector.rerank:
@@ -229,15 +229,15 @@ def select(layer: Layer, selector: Selector, scores: Tensor, k: int, sink_blocks
 
 @dataclass(frozen=True)
 class Measurement:
-    """One cell of the table, for one text.
+    """The result of one cell of the table for one text.
 
     Attributes:
         text, window: kind of text and its number.
         block_size, budget: B and K*B, in tokens.
-        selector: its name.
-        bytes_per_token: of summaries, per KV head; None when it reads the keys.
-        mass: of the resident blocks, selected and local, mean over layers, KV heads and positions.
-        local_mass: of the local blocks alone.
+        selector: name of the selector.
+        bytes_per_token: bytes of summaries per KV head; None if the selector reads the keys.
+        mass: mass of the resident blocks, selected and local, mean over layers, KV heads and positions.
+        local_mass: mass of the local blocks only.
         worst_layer: mass of the layer where it is smallest.
     """
 
@@ -253,7 +253,7 @@ class Measurement:
 
 
 def token_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """[n, H, G, T]: causal softmax of `query` [n, Hq, D] at `positions` [n] over `keys` [H, T, D]."""
+    """Return the causal softmax of `query` [n, Hq, D] at `positions` [n] over `keys` [H, T, D]: [n, H, G, T]."""
     grouped = query.unflatten(1, (keys.shape[0], -1))
     future = torch.arange(keys.shape[1]) > positions[:, None]
     scores = (grouped @ keys.mT * scale).masked_fill(future[:, None, None], float("-inf"))
@@ -261,7 +261,7 @@ def token_mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float) -> 
 
 
 def layer_masses(layer: Layer, block_size: int, sink_tokens: int) -> dict[tuple[str, int], float]:
-    """(selector, budget) -> mean mass of the resident blocks; (LOCAL, 0) is that of the local blocks alone."""
+    """Return (selector, budget) -> mean mass of the resident blocks; (LOCAL, 0) -> that of the local blocks only."""
     mass = layer.mean_mass()
     local = 1 - float((mass * layer.selectable()[:, None]).sum(-1).mean())
     masses = {(LOCAL, 0): local}
@@ -275,7 +275,7 @@ def layer_masses(layer: Layer, block_size: int, sink_tokens: int) -> dict[tuple[
 
 @torch.inference_mode()
 def measure(setup: Setup, reference: SparseReference, text: str, window: int, tokens: list[int]) -> list[Measurement]:
-    """All selectors, block sizes and budgets on one text."""
+    """Measure all selectors, block sizes and budgets on one text."""
     positions = setup.query_positions()
     per_layer: dict[int, list[dict[tuple[str, int], float]]] = {size: [] for size in BLOCK_SIZES}
     for tail_queries, keys, scale in report.progress(capture(reference, tokens), f"{text} {window}, layers"):
@@ -306,13 +306,13 @@ def measure(setup: Setup, reference: SparseReference, text: str, window: int, to
 
 
 def mean_mass(measurements: Sequence[Measurement], text: str, block_size: int, budget: int, selector: str) -> float:
-    """Mean over the windows of a kind of text."""
+    """Return the mean over the windows of a kind of text."""
     wanted = (text, block_size, budget, selector)
     return fmean(m.mass for m in measurements if (m.text, m.block_size, m.budget, m.selector) == wanted)
 
 
 def show(setup: Setup, measurements: Sequence[Measurement]) -> None:
-    """One table per kind of text."""
+    """Show one table per kind of text."""
     cells = list(product(BLOCK_SIZES, BUDGETS))
     columns = ["selector", *(f"bytes\nB={size}" for size in BLOCK_SIZES), *(f"{b}\nB={size}" for size, b in cells)]
     stored = {(m.selector, m.block_size): m.bytes_per_token for m in measurements}
@@ -335,7 +335,7 @@ def show(setup: Setup, measurements: Sequence[Measurement]) -> None:
 
 
 def draw(setup: Setup, measurements: Sequence[Measurement]) -> Figure:
-    """Mass against tightness: a row per kind of text, a column per budget."""
+    """Draw mass against tightness: a row per kind of text, a column per budget."""
     figure = Figure(figsize=(4.2 * len(BUDGETS), 3.4 * len(setup.texts)), layout="constrained")
     grid = figure.subplots(len(setup.texts), len(BUDGETS), squeeze=False, sharex=True)
     colours = dict(zip(SUMMARY_FORMATS, ("lightblue", "C0", "C1"), strict=True))
@@ -347,7 +347,7 @@ def draw(setup: Setup, measurements: Sequence[Measurement]) -> Figure:
             axes.axhline(mass(size, budget, IDEAL), color="grey", linestyle=style, label=f"ideal, B={size}")
             for name, colour in colours.items():
                 values = [mass(size, budget, f"{name} {tightness}") for tightness in TIGHTNESS]
-                width = 4 if name == "bf16" else 1.5  # int8 lies on top of it
+                width = 4 if name == "bf16" else 1.5  # the line of int8 covers it
                 axes.plot(TIGHTNESS, values, style, lw=width, color=colour, label=f"{name}, B={size}")
         axes.set_title(f"{text}, budget {budget} tokens")
         axes.set_xlabel("tightness (1 = min/max bound)")
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     shortest = 2 * max(BUDGETS) + TAIL + RECENT_TOKENS + max(BLOCK_SIZES)
     if not shortest <= options.context <= 8192:
-        parser.error(f"--context is {options.context}, but it must be {shortest} to 8192")
+        parser.error(f"--context must be {shortest} to 8192, got {options.context}")
     setup = Setup(tuple(options.texts), options.windows, options.context, options.positions, options.sink_tokens)
 
     path = reference_model_path()

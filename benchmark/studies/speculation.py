@@ -1,16 +1,16 @@
-"""What accepted drafts add to lookahead KV, and lookahead KV to speculation, in decode throughput.
+"""Measures the decode throughput of lookahead KV and speculation, alone and together.
 
     python -m benchmark.studies.speculation
 
 Chat requests, each with a document of its own in front of a question that the EAGLE-3 head was not trained on, greedy.
-All servers run at the same time, sleep while they have nothing to do, and take turns, so that a slow minute of the
+All servers run at the same time, sleep while they are idle, and take turns, so that a slow minute of the
 machine slows them all; factors are medians of ratios within one turn. The prompts are in the prefix cache. A batch is
-sent twice, with a few output tokens and with many; the difference is the time of the steps in between.
+sent twice, with a few output tokens and with many; the difference is the time of the additional steps.
 
-NGRAM remembers the answers of earlier turns, and these are the same: what it gains here is the most that it can gain.
+NGRAM remembers the answers of earlier turns, which are the same, so its gain here is the largest possible.
 
 "Same bytes": the device KV bytes that hold the full KV cache of R requests, as the dense backend's pool, and as the
-resident tiers of lookahead KV, the draft model's included. Each server decodes as many requests at once as fit.
+resident tiers of lookahead KV, the draft model's included. Each server decodes as many requests concurrently as fit.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from sglang_oasis.testing.server import Server, launch_server
 PAGE = 16
 HEAD = Path(__file__).parents[2] / "assets" / "eagle3-smollm2-135m"
 DRAFT_TOKENS = 5
-"""Most tokens that a step may write beyond its end."""
+"""Most tokens that a step may write beyond the end of a request."""
 
 
 class Variant(NamedTuple):
-    """One server.
+    """One server configuration.
 
     Attributes:
-        name: as shown.
-        lookahead: with lookahead KV, else the dense backend.
-        flags: what else it gets.
+        name: name in the table.
+        lookahead: True for lookahead KV, False for the dense backend.
+        flags: further flags.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Variant(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One turn.
+    """The result of one turn.
 
     Attributes:
         throughput: output tokens per second.
@@ -68,15 +68,15 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One server, medians over the turns.
+    """The results of one server, medians over the turns.
 
     Attributes:
-        variant: its name.
+        variant: name of the variant.
         batch: requests that decode concurrently.
         throughput, accept_length: see `Sample`.
-        to_plain: throughput relative to the same backend without speculation, None where that did not run.
-        to_dense: relative to the dense backend with the same speculation, None where there is none.
-        throughputs: in each turn.
+        to_plain: throughput relative to the same backend without speculation, None if that did not run.
+        to_dense: throughput relative to the dense backend with the same speculation, None if that did not run.
+        throughputs: throughput in each turn.
     """
 
     variant: str
@@ -135,7 +135,7 @@ def flags_of(variant: Variant, options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
-    """A document and a question each, `context` tokens long."""
+    """Return prompts of `context` tokens, each with a document and a question."""
     tokenizer = AutoTokenizer.from_pretrained(reference_model_path())
     questions = chat_prompts(held_out=True)[: options.requests]
     text = real_text_tokens(tokenizer, options.requests * options.context)
@@ -144,7 +144,7 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
         document = tokenizer.decode(text[i * options.context : (i + 1) * options.context])
         ids = question_tokens(tokenizer, f"{document}\n\nForget the text above. {question}")
         if len(ids) < options.context:
-            raise ValueError(f"a prompt has {len(ids)} tokens, {options.context} are needed")
+            raise ValueError(f"a prompt must have {options.context} tokens, got {len(ids)}")
         found.append(ids[-options.context :])
     return found
 
@@ -158,7 +158,7 @@ def measure(server: Server, batch: Sequence[list[int]], steps: int) -> Sample:
 
 
 def run(chosen: Sequence[Variant], options: argparse.Namespace) -> dict[str, tuple[int, list[Sample]]]:
-    """Variant -> requests at once, and a sample per turn."""
+    """Return for each variant the number of concurrent requests, and a sample per turn."""
     questions = prompts(options)
     batches, samples = {}, {}
     with contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ def run(chosen: Sequence[Variant], options: argparse.Namespace) -> dict[str, tup
             rows = server.stats()["rows"]["capacity"] if variant.lookahead else options.dense_requests
             batches[variant.name] = questions[: min(rows, options.requests)]
             samples[variant.name] = list[Sample]()
-            generate(server, batches[variant.name], FEW)  # the prompts enter the prefix cache
+            generate(server, batches[variant.name], FEW)  # puts the prompts into the prefix cache
         for name in report.progress([*servers] * options.turns, "turns"):
             samples[name].append(measure(servers[name], batches[name], options.steps))
     return {name: (len(batches[name]), taken) for name, taken in samples.items()}

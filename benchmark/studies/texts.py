@@ -1,7 +1,7 @@
-"""Real text to measure on, from what every machine with Python has: its language reference and its standard library.
+"""Real texts for measurements, from sources on every machine with Python: language reference and standard library.
 
 A text is a list of token ids. Those of `decoded_texts` end in the tokens that count as decode steps; in a conversation
-they are the beginning of the last answer. The trained EAGLE-3 head has seen neither the reference nor these modules.
+they are the beginning of the last answer. The EAGLE-3 head was trained neither on the reference nor on these modules.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ QUOTED = (
 )
 """Pairs of functions that an agent reads and quotes much later."""
 NUMBERED = ("Oslo", "Lima", "Cairo", "Tokyo", "Paris", "Delhi", "Rome", "Quito", "Dublin", "Hanoi", "Accra", "Madrid")
-"""What the needles are about."""
+"""The subjects of the needles."""
 HAYSTACKS_FROM = 40_000
 """Token of the language reference where the haystacks begin, behind the windows that are read as prose."""
 HOLE = "<hole>"
-"""Stands in a conversation for text that fills it up to the wanted length."""
+"""Placeholder in a conversation for text that fills it up to the wanted length."""
 
 
 def prose(tokenizer: Tokenizer, windows: int, context: int) -> list[list[int]]:
-    """Consecutive pieces of the Python language reference."""
+    """Return consecutive pieces of the Python language reference."""
     tokens = real_text_tokens(tokenizer, windows * context)
     return [tokens[i * context : (i + 1) * context] for i in range(windows)]
 
 
 def code(tokenizer: Tokenizer, windows: int, context: int, modules: Sequence[str]) -> list[list[int]]:
-    """The beginnings of large modules of Python's standard library."""
+    """Return the beginnings of large modules of Python's standard library."""
     if windows > len(modules):
-        raise ValueError(f"there are {len(modules)} source files, {windows} were asked for")
+        raise ValueError(f"windows must be at most {len(modules)}, the number of source files, got {windows}")
     return [source(tokenizer, name)[:context] for name in modules[:windows]]
 
 
 def source(tokenizer: Tokenizer, name: str) -> list[int]:
-    """The source of a module, or of what a module holds."""
+    """Return the source of a module, or of an object in a module."""
     return tokenizer.encode(inspect.getsource(pydoc.locate(name)))  # type: ignore[arg-type]
 
 
 def transcripts(tokenizer: Any, windows: int, context: int, steps: int) -> list[list[int]]:
-    """Conversations of an agent with a user and tools; the decoded answer quotes two tool results from far back.
+    """Return conversations of an agent with a user and tools; the answer quotes two tool results from far back.
 
-    The tools' results are what they would print on this machine: a folder, functions, a manual page, a source file.
+    The tools' results are real outputs on this machine: a folder, functions, a manual page, a source file.
     """
     return [_transcript(tokenizer, *QUOTED[i], PACKAGE_MODULES[i], context, steps) for i in range(windows)]
 
@@ -94,9 +94,9 @@ def _file(module: str) -> str:
 
 
 def needles(tokenizer: Any, windows: int, context: int, steps: int) -> list[list[int]]:
-    """Seven-digit numbers at even depths of the language reference, all asked for at the end, in another order.
+    """Return texts with seven-digit numbers at even distances, all asked for at the end, in another order.
 
-    The decoded answer names them one after the other, so that every few steps another depth matters.
+    The text is the language reference. The answer names one number after another, so what matters changes often.
     """
     reference = real_text_tokens(tokenizer, HAYSTACKS_FROM + windows * context)[HAYSTACKS_FROM:]
     haystacks = [reference[i * context : (i + 1) * context] for i in range(windows)]
@@ -118,7 +118,7 @@ def _needles(tokenizer: Any, haystack: list[int], chance: random.Random, context
 def _filled(
     tokenizer: Any, messages: list[dict[str, str]], fillers: Sequence[list[int]], answer: list[int], context: int
 ) -> list[int]:
-    """The conversation up to the answer, `context` tokens in all; the fillers' beginnings share its holes evenly."""
+    """Return the conversation up to the answer, `context` tokens in all; the fillers share its holes evenly."""
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     parts = [tokenizer.encode(part) for part in prompt.split(HOLE)]
     room = context - len(answer) - sum(map(len, parts))

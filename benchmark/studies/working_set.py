@@ -1,7 +1,7 @@
-"""What the product's working set holds, step by step, without its keys and values: scores in, attention mass out.
+"""Simulates the product's working set step by step, without keys and values: from scores to captured attention mass.
 
-It runs the product's own ops on the maps alone. V ways of scoring are followed side by side, in L layers of H KV heads
-with N blocks; what is predicted in steps 0 to m - 1 serves steps 1 to m.
+It runs the product's own ops on the maps only. V ways of scoring are followed in parallel, in L layers of H KV heads
+with N blocks; the predictions of steps 0 to m - 1 serve steps 1 to m.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sglang_oasis.ops.eviction import Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import smooth_scores
 
 NO_ESCAPE = 1e9
-"""So many times what it takes to be selected is more than a score can be."""
+"""An escape factor that no score reaches, so that it has no effect."""
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Blocks are ranked by a running mean of their scores, which rises at once to what a new score justifies.
+    """Ranks blocks by a running mean of their scores, which a high new score can raise immediately.
 
     Attributes:
         decay: weight of the past, 0 for none.
-        escape: a block ranks at least as one whose mean is its newest score divided by this; None for no such floor.
+        escape: the running mean is at least the newest score divided by this number; None for no such limit.
     """
 
     decay: float = 0.0
@@ -38,9 +38,9 @@ class Smoothing:
 
 
 def smooth(scores: Tensor, startup: Tensor, smoothing: Smoothing) -> Tensor:
-    """The running means [m, L, H, N] after each of the scores [m, L, H, N]; they start from `startup` [L, H, N].
+    """Return the running means [m, L, H, N] after each of the scores [m, L, H, N], starting from `startup` [L, H, N].
 
-    Blocks that are no candidates have -inf, and blocks that become candidates start with their first score.
+    Blocks that are not candidates have -inf, and blocks that become candidates start with their first score.
     """
     if not smoothing.decay:
         return scores
@@ -68,17 +68,17 @@ def simulate(scores: Tensor, startup: Tensor, candidates: Tensor, weights: Tenso
     """Let V working sets of K blocks for every layer and KV head follow V ways of scoring.
 
     Args:
-        scores: [m, V, L, H, N] float32, -inf for blocks that are no candidates.
-        startup: [L, H, N], choose the first working set.
+        scores: [m, V, L, H, N] float32, -inf for blocks that are not candidates.
+        startup: [L, H, N], scores that choose the first working set.
         candidates: [m] int64, blocks [0, candidates) may be chosen.
-        weights: [m, W, L, H, N], W things that every block may weigh in the step that is predicted, such as attention.
+        weights: [m, W, L, H, N], W weights of every block in the predicted step, such as attention mass.
         k: blocks per KV head.
         cap: most blocks fetched per KV head and step.
     """
     _, variants, layers, heads, count = scores.shape
     rows = torch.arange(variants * layers)
     maps = _maps(startup.repeat(variants, 1, 1).topk(k).indices, count)
-    resident, host = torch.empty(len(rows), heads, k, 0), torch.empty(count, heads, 0)  # of keys without coordinates
+    resident, host = torch.empty(len(rows), heads, k, 0), torch.empty(count, heads, 0)  # keys without coordinates
     pages = torch.arange(count).expand(len(rows), count)
     held, fetched = torch.zeros(weights.shape[1], variants, layers), torch.zeros(variants, layers)
     for step, (score, end, weight) in enumerate(zip(scores, candidates, weights, strict=True), start=1):
@@ -92,7 +92,7 @@ def simulate(scores: Tensor, startup: Tensor, candidates: Tensor, weights: Tenso
 
 
 def _maps(selected: Tensor, count: int) -> Maps:
-    """Maps of rows that hold the blocks `selected` [rows, H, K] of `count`."""
+    """Return maps of rows that hold the blocks `selected` [rows, H, K] of `count`."""
     slots = torch.arange(selected.shape[-1], dtype=torch.int32).expand(selected.shape)
     slot_of = torch.full((*selected.shape[:2], count), -1, dtype=torch.int32)
     return Maps(selected.int(), torch.zeros_like(selected, dtype=torch.int32), slot_of.scatter_(-1, selected, slots))

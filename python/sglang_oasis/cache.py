@@ -1,4 +1,4 @@
-"""Where the project keeps what it makes: models, built kernels, logs."""
+"""The cache folder in which the project keeps what it creates: models, built kernels, logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class CacheError(OSError):
-    """Nothing can be kept; one sentence for the user."""
+    """No cache folder can be written; the message is one sentence for the user."""
 
 
 def cache_folder() -> Path:
@@ -26,20 +26,20 @@ def cache_folder() -> Path:
 
 
 def places(part: str) -> list[Path]:
-    """Folders that may hold a part of the cache, the first one first; for reading, so none is made."""
+    """Folders in which to look for a part of the cache, the preferred one first; does not create them."""
     temporary = _temporary_folder()
     return [cache_folder() / part, *([temporary / part] if temporary is not None and _is_ours(temporary) else [])]
 
 
 def writable_folder(part: str, needs: int) -> Path:
-    """Make a folder for a part of the cache: in the cache, or in the temporary folder, with a warning.
+    """Create and return the folder for a part of the cache, or a temporary folder instead, with a warning.
 
     Args:
         part: such as "models".
         needs: bytes that must be free.
 
     Raises:
-        CacheError: neither can be written.
+        CacheError: neither folder can be written, or both have too little space.
     """
     place, temporary = cache_folder() / part, _temporary_folder()
     if (obstacle := _obstacle(place, needs)) is None:
@@ -48,13 +48,13 @@ def writable_folder(part: str, needs: int) -> Path:
         with contextlib.suppress(OSError):
             temporary.mkdir(mode=0o700, exist_ok=True)
         if _is_ours(temporary) and _obstacle(temporary / part, needs) is None:
-            _warn_once(f"{obstacle}: {temporary / part} is used instead, which a restart may empty.")
+            _warn_once(f"{obstacle}: using {temporary / part} instead, which may be lost at a restart.")
             return temporary / part
     raise CacheError(f"{obstacle}: set OASIS_CACHE to a folder with {needs / 1e6:.0f} MB free")
 
 
 def _expanded(path: str) -> Path:
-    """An absolute path; one of a user without a home folder, as in many containers, lies in the root folder."""
+    """The path made absolute; "~" is the root folder where the user has no home folder, as in many containers."""
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError:
@@ -62,7 +62,7 @@ def _expanded(path: str) -> Path:
 
 
 def _temporary_folder() -> Path | None:
-    """What stands in for a cache that cannot be written; None where nothing temporary can be."""
+    """The folder to use where the cache folder cannot be written; None where no temporary folder exists."""
     try:
         return Path(tempfile.gettempdir()) / f"sglang-oasis-{os.getuid()}"
     except OSError:
@@ -70,7 +70,7 @@ def _temporary_folder() -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can put files there: libraries are loaded from it."""
+    """Whether only this user can write to the folder, which matters because libraries are loaded from it."""
     try:
         found = folder.lstat()
     except OSError:
@@ -79,14 +79,14 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _obstacle(folder: Path, needs: int) -> str | None:
-    """Why files of that size cannot be written, None if they can."""
+    """Why files of `needs` bytes cannot be written to the folder; None if they can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"
-    return f"{folder} has {free / 1e6:.0f} of the {needs / 1e6:.0f} MB free that it takes" if free < needs else None
+    return f"{folder} needs {needs / 1e6:.0f} MB free and has {free / 1e6:.0f} MB" if free < needs else None
 
 
 @functools.cache

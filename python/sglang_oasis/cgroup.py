@@ -1,4 +1,4 @@
-"""The control groups (cgroups, v1 and v2) whose limits this process must keep: its own, and their ancestors."""
+"""The control groups (cgroups, v1 and v2) whose limits apply to this process: its own groups and their ancestors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Mount(NamedTuple):
 
     Attributes:
         version: 1 or 2.
-        options: of a v1 hierarchy, its controllers among them.
-        group: the group that its top folder shows; in a container not always the root.
-        folder: where it is mounted.
+        options: mount options; those of a v1 hierarchy include its controllers.
+        group: the group that the mounted folder shows; in a container it is not always the root group.
+        folder: mount point.
     """
 
     version: int
@@ -49,7 +49,7 @@ def groups(controller: str, proc: Path = PROC_SELF) -> Iterator[tuple[int, Path]
 
 
 def _mount(line: str) -> Mount | None:
-    """A line of /proc/self/mountinfo, None unless it is about control groups."""
+    """Parse a line of /proc/self/mountinfo; None unless it mounts control groups."""
     about, _, filesystem = line.partition(" - ")
     kind, _, options = filesystem.split(" ", 2)
     if kind not in ("cgroup", "cgroup2"):

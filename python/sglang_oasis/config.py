@@ -1,4 +1,4 @@
-"""Every knob of lookahead KV: its flag, its default, its validation. The command line is derived from here."""
+"""Every knob of lookahead KV: its flag, default and validation. The command-line flags are derived from this file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _number_or_auto(text: str) -> float | str:
 
 
 DENSE_BACKEND_NAME = "oasis_cpu"
-"""Value of SGLang's --attention-backend that serves on the same pool and kernels without lookahead."""
+"""Value of SGLang's --attention-backend for dense attention on the same pool and kernels, without lookahead."""
 
 BACKEND_NAME = "lookahead_kv"
 """Name of the attention backend behind --enable-lookahead-kv."""
@@ -56,7 +56,7 @@ DROP, FETCH = "drop", "fetch"
 
 DEFAULT_FETCH_RATIO = 0.05
 AUTO_AUDIT_INTERVAL = 8
-"""Steps between two audits where the miss policy depends on them and no interval was given."""
+"""Steps between two audits when the miss policy depends on audits and no interval was given."""
 
 DUAL_ALGORITHM = "LOOKAHEAD_DUAL"
 """SGLang's --speculative-algorithm behind source `dual`: no draft model, the model guesses two tokens ahead."""
@@ -156,10 +156,10 @@ class LookaheadKVConfig:
         budget_tokens: selected tokens per KV head and layer (K*B).
         recent_tokens: always-resident tail besides the open block, in tokens.
         sink_tokens: always-resident head inside the budget, in tokens.
-        fetch_ratio: fetch cap as a fraction of K, in (0, 1]; None for one that adapts.
+        fetch_ratio: fetch cap as a fraction of K, in (0, 1]; None for a cap that adapts.
         smoothing: weight of the past in the average of a block's scores, in [0, 1); 0 for none.
         source: name of a registered source of the lookahead query, DRAFT, DUAL or LAST_QUERY among them.
-        reject_drafts: drafts are looked at and never accepted.
+        reject_drafts: drafts serve as lookahead queries and are never accepted.
         miss_policy: DROP, FETCH or AUTO.
         selector: name of a registered selector.
         summary_dtype: "bf16", "int8" or "int4".
@@ -244,7 +244,7 @@ class LookaheadKVConfig:
         return config
 
     def of_draft_model(self) -> LookaheadKVConfig:
-        """For the tiers of a draft model, which decides how much is accepted but not what is right."""
+        """The configuration for a draft model's tiers, which affect how many drafts are accepted, not the answers."""
         ratio = DEFAULT_FETCH_RATIO if self.fetch_ratio is None else self.fetch_ratio
         return replace(self, miss_policy=DROP, source=LAST_QUERY, dense_layers=(), audit_interval=0, fetch_ratio=ratio)
 
@@ -271,7 +271,7 @@ def _reject_drafts(value: Mapping[str, Any], name: str, speculation: Speculation
     if asked and speculation.algorithm in (None, DUAL_ALGORITHM):
         raise LookaheadKVError(
             "--lookahead-kv-reject-drafts has no effect without drafts: add --speculative-algorithm EAGLE3 or NGRAM, "
-            "or leave it out."
+            "or remove --lookahead-kv-reject-drafts."
         )
     return asked
 
@@ -282,8 +282,8 @@ def _source(asked: str, speculation: Speculation) -> str:
         raise LookaheadKVError("--lookahead-kv-source draft needs drafts: add --speculative-algorithm EAGLE3 or NGRAM.")
     if asked == DUAL and available == DRAFT:
         raise LookaheadKVError(
-            f"--lookahead-kv-source dual speculates by itself: leave it out, or --speculative-algorithm "
-            f"{speculation.algorithm}."
+            f"--lookahead-kv-source dual does not work with --speculative-algorithm {speculation.algorithm}: remove "
+            f"one of the two."
         )
     return available if asked == AUTO else asked
 
@@ -315,7 +315,7 @@ def _float(value: Mapping[str, Any], name: str, wanted: str) -> float:
 def _ratio_or_auto(value: Mapping[str, Any], name: str) -> float | None:
     if value[name] == AUTO:
         return None
-    wanted = "a number above 0 and at most 1, or auto"
+    wanted = "in (0, 1] or 'auto'"
     ratio = _float(value, name, wanted)
     if not 0 < ratio <= 1:
         _refuse(name, value[name], wanted)
@@ -323,7 +323,7 @@ def _ratio_or_auto(value: Mapping[str, Any], name: str) -> float | None:
 
 
 def _decay(value: Mapping[str, Any], name: str) -> float:
-    wanted = "a number from 0 (off) to below 1"
+    wanted = "in [0, 1), where 0 is off"
     decay = _float(value, name, wanted)
     if not 0 <= decay < 1:
         _refuse(name, value[name], wanted)
@@ -331,7 +331,7 @@ def _decay(value: Mapping[str, Any], name: str) -> float:
 
 
 def _audit_interval(value: Mapping[str, Any]) -> int:
-    interval = _int(value, "lookahead_kv_audit_interval", 0, "a whole number of steps, 0 for none")
+    interval = _int(value, "lookahead_kv_audit_interval", 0, "a whole number of steps, 0 or more, where 0 is off")
     depends = value["lookahead_kv_miss_policy"] == AUTO
     return AUTO_AUDIT_INTERVAL if depends and not interval else interval
 
@@ -339,7 +339,7 @@ def _audit_interval(value: Mapping[str, Any]) -> int:
 def _gigabytes(value: Mapping[str, Any], name: str) -> float | None:
     if value[name] in (AUTO, None):
         return None
-    wanted = "a number of gigabytes above 0, or auto"
+    wanted = "a number of gigabytes above 0, or 'auto'"
     gigabytes = _float(value, name, wanted)
     if not 0 < gigabytes < float("inf"):
         _refuse(name, value[name], wanted)
@@ -370,7 +370,7 @@ def _check_blocks(config: LookaheadKVConfig) -> None:
         _refuse(
             "lookahead_kv_sink_tokens",
             config.sink_tokens,
-            f"at least a page less than the budget of {config.budget_tokens} tokens",
+            f"at least one page less than the budget of {config.budget_tokens} tokens",
         )
     if config.draft_tokens >= config.block_size:
         raise LookaheadKVError(

@@ -9,15 +9,15 @@ from sglang_oasis import cgroup
 
 
 def allowed_cpus() -> int:
-    """CPUs that this process may run on: what a container's `--cpuset-cpus` leaves."""
+    """Number of CPUs that this process may run on, after a container's `--cpuset-cpus`."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_cpus(proc: Path = cgroup.PROC_SELF) -> int:
-    """CPUs that this process can keep busy: those it may run on, and not more than its time slices pay for.
+    """Number of CPUs that this process can keep busy: those it may run on, at most its quota of CPU time.
 
-    A container's `--cpus 2` limits time, not places: on 64 CPUs, 64 threads use it up at once and then all stand still.
-    A fraction of a CPU is left to what runs beside the threads that compute.
+    A container's `--cpus 2` limits CPU time, not the number of CPUs: 64 threads on 64 CPUs use up the time of a period
+    early, and all of them stop until the next one. Rounds down, which leaves a fraction of a CPU to other threads.
     """
     usable = float(allowed_cpus())
     for version, folder in cgroup.groups("cpu", proc):
@@ -27,7 +27,7 @@ def usable_cpus(proc: Path = cgroup.PROC_SELF) -> int:
 
 
 def _quota(file: Path) -> float | None:
-    """CPUs by a file such as "200000 100000", microseconds in each period; None for "max 100000"."""
+    """CPUs by a file such as "200000 100000" (microseconds of quota and period); None for "max 100000"."""
     try:
         quota, period = file.read_text().split()
     except (OSError, ValueError):

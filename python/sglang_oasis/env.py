@@ -1,4 +1,4 @@
-"""Environment variables: for debugging and research, which production does not need, and between our own processes."""
+"""Environment variables for debugging and research, and those by which our own processes inform each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DebugEnv:
         trace_dir: `SGLANG_OASIS_TRACE_DIR`, a folder that receives the selection of every decode step, or None.
         integrity_interval: `SGLANG_OASIS_CHECK_INTEGRITY`, check every invariant of the tiers each N decode steps
             (0: never). A violated invariant ends the scheduler.
-        device_path: `SGLANG_OASIS_DEVICE_PATH=1`, serve on a CPU the way a CUDA device does, by the ops' references.
+        device_path: `SGLANG_OASIS_DEVICE_PATH=1`, run the CUDA device's code path on a CPU, with the ops' references.
     """
 
     trace_dir: Path | None
@@ -40,7 +40,7 @@ class DebugEnv:
 
 
 FREE_AT_LAUNCH = "SGLANG_OASIS_FREE_HOST_BYTES"
-"""Host memory that was free in the launcher, which tells its data-parallel replicas."""
+"""Free host memory in bytes when the launcher started; the launcher sets it for its data-parallel replicas."""
 
 
 def note_free_at_launch(size: int) -> None:
@@ -48,6 +48,6 @@ def note_free_at_launch(size: int) -> None:
 
 
 def free_at_launch() -> int | None:
-    """In bytes; None where no launcher has noted it."""
+    """Host memory in bytes that was free when the launcher started; None if no launcher has recorded it."""
     noted = os.environ.get(FREE_AT_LAUNCH)
     return None if noted is None else int(noted)

@@ -13,13 +13,13 @@ LEAST_SECONDS, LEAST_ROUNDS = 0.05, 4
 
 
 def product_rates(dtypes: Sequence[torch.dtype]) -> list[float]:
-    """Operations per second and core, one figure per dtype.
+    """Measure the operations per second of one core, one figure per dtype.
 
-    The dtypes take turns, and of each the best of several products counts: what else runs on the machine can only make
-    one slower. Takes some 50 ms, several times as long where a dtype is emulated.
+    The dtypes take turns, and the best of several products of each counts, because other programs on the machine can
+    only make a product slower. Takes about 50 ms, and several times as long where a dtype is emulated.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with more, one that waits for a core makes all of them wait
+    torch.set_num_threads(1)  # with several threads, one that waits for a core delays the others
     try:
         best = _best_seconds(dtypes)
     finally:

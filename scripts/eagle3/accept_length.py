@@ -1,4 +1,4 @@
-"""Accept length as SGLang counts it: tokens per step of a server's own answers to questions that were held out.
+"""Measures the accept length as SGLang counts it: tokens per step in a server's answers to held-out questions.
 
     python -m scripts.eagle3.accept_length --head assets/eagle3-smollm2-135m
 
@@ -24,7 +24,7 @@ BATCH = 16
 
 
 def accept_length(head: Path, steps: int, prompts: Sequence[list[int]], tokens: int) -> dict[str, Any]:
-    """Greedy answers in bfloat16 on the dense backend, with `steps` drafts per step."""
+    """Measure greedy answers in bfloat16 on the dense backend, with `steps` drafts per step."""
     flags = (
         *("--attention-backend", "oasis_cpu", "--dtype", "bfloat16", "--context-length", "1024"),
         *("--max-running-requests", str(BATCH), "--max-total-tokens", str(BATCH * 640)),

@@ -1,4 +1,4 @@
-"""Collects the text that the head learns from.
+"""Collects the text on which the head is trained.
 
     python -m scripts.eagle3.collect --out FOLDER
 
@@ -26,12 +26,12 @@ from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server, launch_server
 
 LENGTH = 512
-"""Tokens of a training sequence."""
+"""Number of tokens of a training sequence."""
 BATCH = 32
 
 
 def answers(server: Server, tokenizer: Any, prompts: Sequence[str], tokens: int, note: str) -> Iterator[list[int]]:
-    """Prompt and answer of each prompt, as token ids."""
+    """Yield each prompt with its answer, as token ids."""
 
     def ask(numbered: tuple[int, str]) -> list[int]:
         number, prompt = numbered
@@ -45,7 +45,7 @@ def answers(server: Server, tokenizer: Any, prompts: Sequence[str], tokens: int,
 
 
 def library_text(tokenizer: Any, tokens: int) -> list[list[int]]:
-    """Windows of the standard library's sources."""
+    """Return windows of the standard library's sources, as token ids."""
     windows: list[list[int]] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         ids = tokenizer.encode(file.read_text(errors="replace"))

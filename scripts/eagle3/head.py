@@ -1,8 +1,8 @@
 """The EAGLE-3 head as SGLang runs it (`sglang/srt/models/llama_eagle3.py`, 0.5.23), written for training.
 
-A draft layer takes the embedding of the next token and the target's features of this one, or its own output once it
-drafts beyond the target, and gives the features from which the token after the next is read. EAGLE-3 (Li et al., 2025)
-trains it on what it will see: its own outputs, one to several steps deep ("training-time test").
+A draft layer takes the embedding of the next token and the target's features of this token (its own output, when it
+drafts beyond the target), and returns the features that predict the token after the next. EAGLE-3 (Li et al., 2025)
+trains it on its own outputs, one to several steps deep, as it will see them in use ("training-time test").
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HeadShape:
 
     @classmethod
     def of(cls, target: Any, draft_vocab: int, layers: tuple[int, ...]) -> HeadShape:
-        """The shape that fits a target with this Hugging Face configuration."""
+        """Return the shape for a target with this Hugging Face configuration."""
         return cls(
             hidden_size=target.hidden_size,
             intermediate_size=target.intermediate_size,
@@ -57,13 +57,13 @@ class HeadShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> HeadShape:
-        """The shape in a checkpoint's config.json, see `Head.config`."""
+        """Return the shape in a checkpoint's config.json, which `Head.config` wrote."""
         layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         return cls.of(SimpleNamespace(**config), config["draft_vocab_size"], layers)
 
 
 class Head(nn.Module):
-    """The trainable part; the embedding stays the target's.
+    """The trainable part; the embedding is that of the target.
 
     Args:
         shape: sizes.
@@ -90,7 +90,7 @@ class Head(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> tuple[Head, Tensor]:
-        """The head of a checkpoint, float32, and the token id of each draft id, [draft_vocab] int64."""
+        """Return the head of a checkpoint, float32, and the token id of each draft id, [draft_vocab] int64."""
         head = cls(HeadShape.from_config(json.loads((folder / "config.json").read_text())))
         stored = load_file(folder / "model.safetensors")
         draft_tokens = stored.pop("d2t") + torch.arange(head.shape.draft_vocab)
@@ -103,12 +103,12 @@ class Head(nn.Module):
         return head.eval(), draft_tokens
 
     def drafts(self, embeddings: Tensor, features: Tensor, depth: int) -> list[Tensor]:
-        """Logits of `depth` drafts in a row, from every position.
+        """Return the logits of `depth` successive drafts from every position.
 
         Args:
             embeddings: [b, T + depth, hidden], of the token after each position.
             features: [b, T, layers * hidden], the target's, of each position.
-            depth: drafts.
+            depth: number of drafts.
 
         Returns:
             depth times [b, T, draft_vocab]; the logits at position t of draft i are for token t + 2 + i.
@@ -124,7 +124,7 @@ class Head(nn.Module):
         return logits
 
     def next_drafts(self, embeddings: Tensor, features: Tensor, count: int) -> Tensor:
-        """Logits of the first draft from the last `count` positions only, which a long context has memory for.
+        """Return the logits of the first draft for the last `count` positions only, to save memory in a long context.
 
         Args:
             embeddings: [T, hidden], of the token after each position.
@@ -132,7 +132,7 @@ class Head(nn.Module):
             count: positions.
 
         Returns:
-            [count, draft_vocab], the last of what `drafts` gives with depth 1.
+            [count, draft_vocab], the last rows of the result of `drafts` with depth 1.
         """
         hidden = self.fc(features)[None]
         both = self._inputs(embeddings[None], hidden)
@@ -144,7 +144,7 @@ class Head(nn.Module):
         return self.lm_head(self.norm(self._outputs(hidden[:, first:], out)))[0]
 
     def _layer(self, embeddings: Tensor, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """The decoder layer at draft `step`; what it adds to `keys` and `values` the later steps attend to.
+        """Run the decoder layer at draft `step`; it adds to `keys` and `values`, to which later steps attend.
 
         A position attends to the features of all positions up to its own, and to its own earlier drafts.
         """
@@ -167,7 +167,7 @@ class Head(nn.Module):
         return self._outputs(hidden, out)
 
     def _inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """[b, T, 2 * hidden]: what queries, keys and values are made of."""
+        """Return the input of the query, key and value projections: [b, T, 2 * hidden]."""
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
 
     def _keys(self, both: Tensor, first: int) -> Tensor:
@@ -177,13 +177,13 @@ class Head(nn.Module):
         return self.v_proj(both).unflatten(-1, (self.shape.kv_heads, -1)).transpose(1, 2)
 
     def _outputs(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """The layer's output from its input [b, T, hidden] and what attention gave, [b, heads, T, D]."""
+        """Return the layer's output from its input [b, T, hidden] and the attention output [b, heads, T, D]."""
         hidden = hidden + self.o_proj(out.transpose(1, 2).flatten(2))
         inner = self.post_attention_layernorm(hidden)
         return hidden + self.down_proj(F.silu(self.gate_proj(inner)) * self.up_proj(inner))
 
     def _heads(self, flat: Tensor, heads: int, first: int) -> Tensor:
-        """[b, T, heads * D] -> [b, heads, T, D], rotated to positions first, first + 1, ..."""
+        """Split heads, [b, T, heads * D] -> [b, heads, T, D], and rotate to positions first, first + 1, ..."""
         vectors = flat.unflatten(-1, (heads, -1)).transpose(1, 2)
         half = self.shape.head_dim // 2
         frequency = self.shape.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
@@ -193,7 +193,7 @@ class Head(nn.Module):
         return torch.cat([first_half * cos - second_half * sin, second_half * cos + first_half * sin], dim=-1)
 
     def checkpoint(self, draft_tokens: Tensor, vocab: int) -> dict[str, Tensor]:
-        """The tensors under the names that SGLang loads, bfloat16.
+        """Return the tensors under the names that SGLang loads, in bfloat16.
 
         Args:
             draft_tokens: [draft_vocab] int64, token id of each draft id, ascending.
@@ -219,7 +219,7 @@ class Head(nn.Module):
         }
 
     def config(self, target: Any) -> dict[str, Any]:
-        """config.json of the checkpoint; `target` is the target's Hugging Face configuration."""
+        """Return the checkpoint's config.json; `target` is the target's Hugging Face configuration."""
         shape = self.shape
         return {
             "architectures": ["LlamaForCausalLMEagle3"],

@@ -1,4 +1,4 @@
-"""What the reference model is asked, so that the head learns from what it answers."""
+"""The questions to the reference model, on whose answers the head is trained."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _SUBJECTS = (
     *("the nervous system", "windmills", "science fiction", "the Aztecs", "home insurance", "pottery", "storms"),
 )
 HELD_OUT_SUBJECTS = 12
-"""Of every subject list's end: never asked about in training."""
+"""Number of subjects at the end of the list that are never used in training."""
 
 
 def question_tokens(tokenizer: Any, content: str) -> list[int]:
-    """A user's message in the model's chat template, up to where the answer begins."""
+    """Return the tokens of a user's message in the model's chat template, up to the beginning of the answer."""
     chat = [{"role": "user", "content": content}]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
 def chat_prompts(held_out: bool) -> list[str]:
-    """Every request about every subject, in an order that depends on nothing; those held out share no subject."""
+    """Return every request about every subject, in a fixed order; held-out prompts have subjects of their own."""
     subjects = _SUBJECTS[-HELD_OUT_SUBJECTS:] if held_out else _SUBJECTS[:-HELD_OUT_SUBJECTS]
     prompts = [request.format(subject) for subject in subjects for request in _REQUESTS]
     random.Random(0).shuffle(prompts)

@@ -30,20 +30,20 @@ from scripts.eagle3.head import Head, HeadShape
 from sglang_oasis.reference_model import reference_model_path
 
 DEPTH = 4
-"""Drafts in a row that training unrolls."""
+"""Number of successive drafts that training unrolls."""
 DEPTH_WEIGHT = 0.8
-"""Weight of a draft's loss, to the power of its depth (EAGLE-3)."""
+"""Base of the weight of a draft's loss; the exponent is the draft's depth (EAGLE-3)."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence and what the target makes of it.
+    """One sequence and the target's outputs for it.
 
     Attributes:
         ids: [T] int64.
         features: [T, layers * hidden] bfloat16, outputs of the chosen layers, concatenated.
         last: [T, hidden] bfloat16, the target's last hidden states, normalised.
-        chosen: [T] int64, the token that the target finds likeliest after each position.
+        chosen: [T] int64, the target's most likely token after each position.
     """
 
     ids: Tensor
@@ -53,7 +53,7 @@ class Example:
 
 
 class Target:
-    """The reference model, frozen."""
+    """The reference model with frozen weights."""
 
     def __init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(reference_model_path(), dtype=torch.bfloat16).eval()
@@ -79,13 +79,13 @@ class Target:
 
 
 class Trainer:
-    """The head and all it is trained with.
+    """The head and everything that its training needs.
 
     Args:
         target: the target model.
         draft_tokens: [draft_vocab] int64, token id of each draft id, ascending.
         rate: peak learning rate.
-        steps: optimiser steps in all.
+        steps: total number of optimiser steps.
     """
 
     def __init__(self, target: Target, draft_tokens: Tensor, rate: float, steps: int) -> None:
@@ -101,7 +101,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, steps, pct_start=0.05)
 
     def step(self, batch: Sequence[Example]) -> float:
-        """One optimiser step; returns the loss of the first draft."""
+        """Do one optimiser step; returns the loss of the first draft."""
         losses = [loss for loss, _, _ in self._drafts(batch)]
         total = sum(DEPTH_WEIGHT**i * loss for i, loss in enumerate(losses))
         assert isinstance(total, Tensor)
@@ -114,7 +114,7 @@ class Trainer:
 
     @torch.inference_mode()
     def accuracy(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """How often each draft is what the target chooses, given that those before it were.
+        """Return how often each draft is the target's choice, given that all earlier drafts were.
 
         `accept_length` is what SGLang would report for 1, 2, ... drafts per step if all positions were alike.
         """
@@ -134,7 +134,7 @@ class Trainer:
         }
 
     def _drafts(self, batch: Sequence[Example]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Per draft: its loss, and [b, T] whether it is right and whether it counts.
+        """Yield for each draft its loss, and, [b, T] each, whether it is right and whether it counts.
 
         The draft at position t and depth i is for token t + 2 + i, which the target chooses at position t + 1 + i, if
         the text has the tokens before it.
@@ -162,7 +162,7 @@ class Trainer:
 
 
 def most_frequent(sequences: Sequence[Sequence[int]], count: int) -> Tensor:
-    """The `count` most frequent token ids, ascending."""
+    """Return the `count` most frequent token ids, ascending."""
     frequency = Counter(token for sequence in sequences for token in sequence)
     tokens = [token for token, _ in frequency.most_common(count)]
     unseen = (token for token in range(count) if token not in frequency)
@@ -191,7 +191,7 @@ def main() -> None:
     examples = {name: target.examples(sequences, f"features of {name}") for name, sequences in text.items()}
     training = examples["train"]
     tokens = most_frequent([s for s in text["train"] if len(s) > 1], options.draft_vocab)
-    # A batch has sequences of like length: nothing is spent on padding.
+    # The sequences of a batch have similar lengths, to avoid padding.
     batches = [batch for batch in _batches(training, options.batch) if len(batch[-1].ids) > 2 + 2 * DEPTH]
     trainer = Trainer(target, tokens, options.rate, options.epochs * len(batches))
     curve: list[float] = []

@@ -1,1 +1,1 @@
-"""What the kernels for GPUs cost, as compilers and counting tell."""
+"""Reports on the cost of the GPU kernels, from compilers and from counted bytes."""

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be there and reports what each takes of a multiprocessor.
+"""Compiles every Triton kernel for GPUs, which need not be present, and reports the resources that each kernel takes.
 
 `python -m scripts.kernel_reports.compile_report [--json FILE]`. Triton caches what it compiles by the sources.
 """
@@ -26,7 +26,7 @@ from sglang_oasis.kernels.triton.launches import Launch
 
 ARCHITECTURES = (80, 90, 100)
 ALIGNMENT = 16
-"""Bytes, and the divisor of integers, for which Triton specialises a kernel."""
+"""Alignment in bytes, and divisor of integers, for which Triton specialises a kernel."""
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
@@ -36,13 +36,13 @@ _WIDE = r"\.global\S*\.(?:v4\.b32|v2\.b64|v4\.u32|v2\.u64)"
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on one architecture.
+    """The resources of a kernel on one architecture.
 
     Attributes:
-        workload, kernel, architecture: which; 90 stands for sm_90.
-        threads: per program.
-        registers: per thread.
-        spilled: bytes of a thread's registers that live in memory.
+        workload, kernel, architecture: names; 90 means sm_90.
+        threads: threads per program.
+        registers: registers per thread.
+        spilled: bytes of a thread's registers that are spilled to memory.
         shared: bytes of shared memory per program.
         wide_loads, wide_stores: instructions in the PTX that move 16 bytes per thread from or to global memory.
     """
@@ -59,7 +59,7 @@ class Compiled(NamedTuple):
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """The kernel specialised as its launcher would: integers 1 are constants, the multiples of 16 are known as such."""
+    """Return the kernel, specialised as by Triton's launcher: 1 is a constant, multiples of 16 are marked as such."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -92,12 +92,12 @@ def compile_launch(workload: str, launch: Launch, architecture: int) -> Compiled
 
 
 def every_launch(load: Workload) -> list[Launch]:
-    """Of a decode step and of prefill staging."""
+    """Return all launches of a decode step and of prefill staging."""
     return [*workload.launches_of(load), *staging_workload.launches_of(load)]
 
 
 def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Compiled]:
-    """Every kernel, for every workload and architecture."""
+    """Compile every kernel, for every workload and architecture."""
     return [
         compile_launch(name, launch, architecture)
         for name, load in WORKLOADS.items()
@@ -107,13 +107,13 @@ def compile_all(architectures: Sequence[int] = ARCHITECTURES) -> list[Compiled]:
 
 
 def table(results: Sequence[Compiled]) -> str:
-    """As Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["| " + " | ".join(Compiled._fields) + " |", "|---" * len(Compiled._fields) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(map(str, result)) + " |" for result in results)])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread, and bytes of its stack, which the kernels use for spilled registers only."""
+    """Return registers and stack bytes per thread; the kernels use the stack for spilled registers only."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -125,7 +125,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=report_file, help="write the results there, too")
+    parser.add_argument("--json", type=report_file, help="also write the results to this file")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="compute capabilities, such as 90")
     arguments = parser.parse_args()
     if triton.knobs.runtime.interpret:

@@ -1,4 +1,4 @@
-"""What the CUDA C++ kernels cost, as far as that is known without a GPU: registers, spills and bytes moved.
+"""Reports the cost of the CUDA C++ kernels that is known without a GPU: registers, spills and bytes moved.
 
 `python -m scripts.kernel_reports.cuda_report [--json FILE]` compiles them for every architecture and
 counts the bytes of the decode step that docs/kernels.md describes.
@@ -20,20 +20,20 @@ from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SECTOR = 32
-"""Bytes: the smallest piece that global memory delivers."""
+"""Bytes of the smallest unit of a global memory access."""
 INT, FLOAT = 4, 4
 
 
 class KernelCost(NamedTuple):
-    """What the assembler says of one kernel.
+    """The assembler's data about one kernel.
 
     Attributes:
         kernel: its name.
-        architecture: for which it was compiled.
-        registers: per thread.
-        shared_bytes: of static shared memory per thread block.
-        stack_bytes: per thread.
-        spill_bytes: stored and loaded per thread because registers are short.
+        architecture: architecture for which it was compiled.
+        registers: registers per thread.
+        shared_bytes: bytes of static shared memory per thread block.
+        stack_bytes: bytes of stack per thread.
+        spill_bytes: bytes stored and loaded per thread because there are too few registers.
     """
 
     kernel: str
@@ -48,8 +48,8 @@ class Traffic(NamedTuple):
     """Bytes of one launch.
 
     Attributes:
-        moved: what the kernel reads and writes, whole sectors.
-        floor: what any kernel must.
+        moved: bytes that the kernel reads and writes, in whole sectors.
+        floor: bytes that any kernel must read and write.
     """
 
     moved: int
@@ -104,7 +104,7 @@ def select_traffic(
     smoothing: bool,
     rereads: bool = False,
 ) -> Traffic:
-    """Bytes in device memory of `fused_select`.
+    """Return the bytes that `fused_select` moves in device memory.
 
     Floor: each summary once, each average read and written, the queries, `slot_of` of the K best, the K ages read and
     those of the resident written, the admissions. The kernel moves whole sectors, and gathers `slot_of` of blocks that
@@ -139,7 +139,7 @@ def select_traffic(
 
 
 def fetch_traffic(*, admissions: int, admitted: int, chunk_bytes: int) -> Traffic:
-    """Bytes of `fetch_blocks` in host and device memory.
+    """Return the bytes that `fetch_blocks` moves in host and device memory.
 
     Floor: each chunk read and written, the admissions, and of each admitted block its page, the evicted block and the
     four entries of the maps. The kernel moves whole sectors.
@@ -157,7 +157,7 @@ def fetch_traffic(*, admissions: int, admitted: int, chunk_bytes: int) -> Traffi
 
 
 def traffic_of_qwen3_8b() -> dict[str, Traffic]:
-    """Per kernel and summary format, of the decode step that docs/kernels.md describes."""
+    """Return the bytes per kernel and summary format, for the decode step that docs/kernels.md describes."""
     from scripts.kernel_reports.workload import QWEN3_8B as load
 
     admissions = load.batch * load.heads * load.most
@@ -177,7 +177,7 @@ def _sectors(num_bytes: int) -> int:
 
 
 def _plain_name(symbol: str) -> str:
-    """`fused_select_kernel<Int4>` of a mangled name."""
+    """Return a short name such as `fused_select_kernel<Int4>` from a mangled name."""
     plain = subprocess.run(["c++filt", symbol], capture_output=True, text=True, check=True).stdout
     return re.sub(r"oasis::|\(anonymous namespace\)::|^void |\(.*\)$", "", plain.strip())
 

@@ -1,4 +1,4 @@
-"""The file that a report is written to, refused before the work is done."""
+"""Checks the file of a report before the work begins."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def report_file(text: str) -> Path:
-    """A type for argparse: a file that can be written, made if it is not there.
+    """Return the path of a writable file, which is created if it does not exist (a type for argparse).
 
     Raises:
-        argparse.ArgumentTypeError: it cannot.
+        argparse.ArgumentTypeError: the file cannot be written.
     """
     try:
         with open(text, "a"):

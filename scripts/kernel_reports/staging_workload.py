@@ -1,4 +1,4 @@
-"""Shapes of one layer's prefill through the staging buffer, and the kernel launches that they lead to."""
+"""Shapes of one layer's prefill through the staging buffer, and the resulting kernel launches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NEW_TOKENS = 8192
 
 
 def launches_of(load: Workload, device: str = "meta") -> list[Launch]:
-    """Every staging kernel for one chunk at the end of a context; the tensors are not initialised.
+    """Return the launch of every staging kernel for one chunk at the end of a context; tensors are not initialised.
 
     Args:
-        load: heads, block size, context and element type; prefill is of one request.
-        device: of the tensors.
+        load: heads, block size, context and element type; one request is prefilled.
+        device: device of the tensors.
     """
     pages, new_pages = load.blocks, NEW_TOKENS // load.block_size
 

@@ -1,4 +1,4 @@
-"""Bytes that each Triton kernel moves in one layer of a decode step, beside those that any kernel would have to move.
+"""Counts the bytes that each Triton kernel moves in one layer of a decode step, and those that any kernel must move.
 
 `python -m scripts.kernel_reports.traffic` prints the table of docs/kernels.md. A test counts what
 interpreted kernels touch.
@@ -22,10 +22,10 @@ class Traffic(NamedTuple):
 
     Attributes:
         floor: inputs read once and results written once, without bookkeeping.
-        moved: what the kernels touch, every address once per kernel and direction: what memory moves if caches keep
-            nothing from one kernel to the next, and all within one.
-        reread: what programs of a kernel read again; it comes from caches.
-        link: those of `moved` that cross the link to host memory.
+        moved: bytes that the kernels access, every address once per kernel and direction: the memory traffic if caches
+            keep everything during a kernel and nothing between kernels.
+        reread: bytes that programs of a kernel read again, from caches.
+        link: bytes of `moved` that cross the link to host memory.
         operations: multiplications and additions.
     """
 
@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 def take_tokens(load: Workload, completing: float | None = None) -> Traffic:
-    """`completing` is the share of entries that complete a block, on average one in B per token."""
+    """Count for the share `completing` of entries that complete a block, on average one in B per token."""
     share = load.tokens / load.block_size if completing is None else completing
     programs, tokens = load.batch * load.heads, load.tokens * 2 * load.vector_bytes
     keys = load.block_size * load.vector_bytes
@@ -58,7 +58,7 @@ def take_tokens(load: Workload, completing: float | None = None) -> Traffic:
 
 
 def score_blocks(load: Workload) -> Traffic:
-    """Both kernels; what lies between them counts as moved, written and read."""
+    """Count for both kernels; the data between them counts as moved, written and read."""
     programs, count = load.batch * load.heads, load.queries * load.group
     logical = load.blocks + 1
     tiles, rank_tiles = cdiv(load.blocks, SCORE_TILE), cdiv(load.blocks, RANK_TILE)
@@ -80,7 +80,7 @@ def score_blocks(load: Workload) -> Traffic:
 
 
 def select_admissions(load: Workload) -> Traffic:
-    """The C best blocks that are missing are all admitted; atomic additions to the counters are left out."""
+    """Count with all C best missing blocks admitted; atomic additions to the counters are not counted."""
     programs, selected = load.batch * load.heads, load.selected
     floor = programs * ((LONG + INT + INT) * selected + INT * (selected - load.most) + 2 * INT * load.most)
     tables = load.batch * (LONG + INT) + 2 * INT
@@ -88,7 +88,7 @@ def select_admissions(load: Workload) -> Traffic:
 
 
 def fetch_blocks(load: Workload) -> Traffic:
-    """As if no two heads admitted the same block."""
+    """Count as if no two heads admitted the same block."""
     admissions = load.batch * load.heads * load.most
     floor = 2 * admissions * load.chunk_bytes
     tables = load.batch * LONG + INT
@@ -101,7 +101,7 @@ def fetch_blocks(load: Workload) -> Traffic:
 
 
 def attend(load: Workload) -> Traffic:
-    """All slots full; the query vectors of a (row, head) share one tile."""
+    """Count with all slots full; the query vectors of a (row, head) share one tile."""
     programs, places = load.batch * load.heads, load.selected + load.local
     vectors = load.group * load.tokens
     floor = programs * (places * load.chunk_bytes + 2 * vectors * load.vector_bytes)
@@ -115,7 +115,7 @@ def attend(load: Workload) -> Traffic:
 
 
 def summarise_blocks(load: Workload) -> Traffic:
-    """A block of each row."""
+    """Count for one block of each row."""
     programs = load.batch * load.heads
     floor = programs * (load.block_size * load.vector_bytes + load.record_bytes)
     tables = 2 * LONG * load.batch
@@ -129,7 +129,7 @@ OPS: tuple[Callable[[Workload], Traffic], ...] = (
 
 
 def table(load: Workload) -> str:
-    """As Markdown, in KiB."""
+    """Return a Markdown table, in KiB."""
     lines = ["| op | floor | moved | ratio | over the link | read again | operations |", "|---" * 7 + "|"]
     for op in OPS:
         found = op(load)

@@ -1,4 +1,4 @@
-"""Shapes of one layer's decode step, and the kernel launches that they lead to."""
+"""Shapes of one layer's decode step, and the resulting kernel launches."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class Workload(NamedTuple):
 
     @property
     def vector_bytes(self) -> int:
-        """A key, value or query vector."""
+        """Bytes of a key, value or query vector."""
         return self.head_dim * self.dtype.itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """K and V of one block of one head."""
+        """Bytes of K and V of one block of one head."""
         return 2 * self.block_size * self.vector_bytes
 
 
@@ -83,7 +83,7 @@ WORKLOADS = {"qwen3-8b": QWEN3_8B, "head-64": QWEN3_8B._replace(head_dim=64, hea
 
 
 def launches_of(load: Workload, device: str = "meta") -> list[launches.Launch]:
-    """Every Triton kernel, as it is launched for the workload; the tensors are not initialised."""
+    """Return the launch of every Triton kernel for the workload; the tensors are not initialised."""
     n, heads, size, dim = load.batch, load.heads, load.block_size, load.head_dim
     rows, logical, fmt, pages = n + 1, load.blocks + 1, load.fmt, n * load.blocks
 
@@ -102,7 +102,7 @@ def launches_of(load: Workload, device: str = "meta") -> list[launches.Launch]:
     table = StepTable(
         tensor(n, dtype=torch.int64), lengths, graduates, completed, expected, urgent, candidates, tensor(1)
     )
-    # SGLang's projection leaves queries, keys and values of a token side by side.
+    # After SGLang's projection, queries, keys and values of a token are adjacent.
     projected = kv(n * load.tokens, (load.group + 2) * heads, dim)
     query, keys, values = projected.split([load.group * heads, heads, heads], dim=1)
     averages = tensor(rows, heads, logical, dtype=torch.float32) if load.smoothed else None

@@ -1,4 +1,4 @@
-"""`python -m scripts.models`: tries every case in every way and writes what came out.
+"""`python -m scripts.models`: tries every case in every way and writes the results.
 
 python -m scripts.models --out benchmark/results/models.json
 python -m scripts.models --only qwen3_moe gemma --ways lookahead
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
     parser.add_argument("--ways", nargs="*", help="of: stock, dense, lookahead, device; all when left out")
-    parser.add_argument("--out", type=Path, help="JSON file; results of cases that were not tried stay")
+    parser.add_argument("--out", type=Path, help="JSON file; keeps the results of cases that are not tried")
     parser.add_argument("--logs", type=Path, help="folder that keeps the logs of what failed")
     arguments = parser.parse_args()
     import_everything()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def import_everything() -> None:
-    """What every engine and the reference need; forked processes have it then."""
+    """Import what every engine and the reference need, so that forked processes have it already."""
     warnings.simplefilter("ignore")
     import torch
 

@@ -1,6 +1,6 @@
-"""The models that are tried: one case per kind of code path in SGLang's model files.
+"""The models to try: one case per kind of code path in SGLang's model files.
 
-A case names a transformers model type and what differs from `COMMON`. SGLang serves the architecture with its own model
+A case has a transformers model type and differences from `COMMON`. SGLang serves the architecture with its own model
 file, or with its Transformers wrapper where it has none.
 """
 
@@ -59,12 +59,12 @@ class Case:
     """A tiny model.
 
     Attributes:
-        model_type: of transformers, from which the weights and the reference are made.
-        config: what the configuration sets besides `COMMON`; with `only`, instead of it.
+        model_type: model type of transformers, from which the weights and the reference are made.
+        config: settings of the configuration in addition to `COMMON`; with `only`, instead of it.
         renamed: the architecture as which SGLang reads these weights, where transformers does not have it: a key of
             `RENAMED`. None for the model type's own.
-        engine: keywords of the engine.
-        refused: what the refusal says, for a model whose attention is not plain MHA or GQA.
+        engine: keyword arguments of the engine.
+        refused: text of the refusal, for a model whose attention is not plain MHA or GQA.
     """
 
     model_type: str
@@ -149,7 +149,7 @@ CASES: dict[str, Case] = {
     "phi3, longrope": Case(
         "phi3",
         {
-            # Transformers changes the factors for the whole sequence where it outgrows this length.
+            # Transformers changes the factors for the whole sequence if it becomes longer than this.
             **rope("longrope", long_factor=[2.0] * 32, short_factor=[1.5] * 32, original_max_position_embeddings=512),
             "original_max_position_embeddings": 512,
         },
@@ -227,9 +227,9 @@ CASES: dict[str, Case] = {
     "hy_v3": Case("hy_v3", {**EXPERTS, "num_shared_experts": 1, "head_dim": HEAD_DIM}),
     "mellum": Case("mellum", {**LOCAL_EXPERTS, "moe_intermediate_size": 64, "head_dim": 64, "layer_types": FULL}),
     "jetmoe": Case("jetmoe", {**LOCAL_EXPERTS, "kv_channels": 64, "num_key_value_heads": 2}),
-    # Weights of a model above, as these architectures name and pack them
+    # Weights of a model above, named and packed as in these architectures
     **{name: Case(renamed.source, renamed.config, renamed=name) for name, renamed in RENAMED.items()},
-    # What transformers has, and neither a model file nor the wrapper of SGLang serves
+    # Models of transformers that neither a model file nor the wrapper of SGLang serves
     **{
         name: Case(name, config, only=True)
         for name, config in {
@@ -239,7 +239,7 @@ CASES: dict[str, Case] = {
             "codegen": {**GPT2, "rotary_dim": 32},
         }.items()
     },
-    # What is refused
+    # Refused models
     "gemma2": Case("gemma2", {"head_dim": HEAD_DIM}, refused="sliding-window layers"),
     "gemma3_text": Case(
         "gemma3_text", {"head_dim": HEAD_DIM, "layer_types": ALTERNATING}, refused="sliding-window layers"

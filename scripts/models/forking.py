@@ -1,4 +1,4 @@
-"""Runs a function in a process forked from this one, which has imported everything already."""
+"""Runs a function in a process forked from this process, which has already imported everything."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 
 class ForkError(RuntimeError):
-    """The process ended without a result; the message is the last line it printed that says why."""
+    """The process ended without a result; the message is the line of its output that gives the reason."""
 
 
 def forked(function: Callable[[], Any], log: Path, timeout: float = 120.0) -> Any:
-    """What `function` returns, through JSON; everything it prints goes to `log`, nothing it starts is left.
+    """Return the function's result, passed as JSON; its output goes to `log`, and its child processes are ended.
 
     Raises:
-        ForkError: it raised, died, or took longer than `timeout` seconds.
+        ForkError: the function raised, the process died, or it took longer than `timeout` seconds.
     """
     result = log.with_suffix(".json")
     result.unlink(missing_ok=True)
@@ -45,7 +45,7 @@ def forked(function: Callable[[], Any], log: Path, timeout: float = 120.0) -> An
 
 
 def reason(text: str) -> str:
-    """Of a log, the exception that was raised first: later ones follow from it."""
+    """Return the first exception in a log, because later ones follow from it."""
     lines = text.splitlines()
     traced = False
     for line in lines:

@@ -1,4 +1,4 @@
-"""Compares what an engine answered with Hugging Face in float32."""
+"""Compares the answers of an engine with Hugging Face in float32."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_oasis.testing.sparse_reference import SparseReference
 from sglang_oasis.testing.trace import load_trace
 
 TOLERANCE = 1e-3
-"""Of log-probabilities, in nats."""
+"""Tolerance of log-probabilities, in nats."""
 WIDE_TIE = 0.1
-"""Of a block's score, relative: what a key's last float32 bit may move a bfloat16 summary by."""
+"""Relative tolerance of a block's score: the change of a bfloat16 summary by a key's last float32 bit."""
 
 
 def judge(reference: Path, answers: dict[str, dict[str, Any]], trace: Path, sparse: bool) -> dict[str, Any]:
-    """Largest differences from the reference.
+    """Return the largest differences from the reference.
 
     Returns:
         `below`, `above`: the largest difference of a log-probability, in nats. `greedy`: every token is the
@@ -51,15 +51,15 @@ def judge(reference: Path, answers: dict[str, dict[str, Any]], trace: Path, spar
 
 
 def is_equal(verdict: dict[str, Any]) -> bool:
-    """Whether the answers are the reference's."""
+    """Whether the answers equal those of the reference."""
     sparse = verdict.get("top_k", 1.0) == 1.0 and verdict.get("dense", 1.0) > 10 * TOLERANCE
     return verdict["greedy"] and max(verdict["below"], verdict["above"]) < TOLERANCE and sparse
 
 
 def is_as_stock(verdict: dict[str, Any], stock: dict[str, Any]) -> bool:
-    """Whether an answer that is not the reference's is stock SGLang's, whose model is not the reference's either.
+    """Whether an answer that differs from the reference equals stock SGLang's, which then differs from it, too.
 
-    Past the budget there is no such answer of stock SGLang's: the difference must be of the same size there.
+    Past the budget stock SGLang has no such answer, so there the differences must be of the same size.
     """
     same = max(verdict["from_stock"].values()) < TOLERANCE
     return same and verdict["above"] < 2 * max(stock["below"], stock["above"]) + TOLERANCE
@@ -68,7 +68,7 @@ def is_as_stock(verdict: dict[str, Any], stock: dict[str, Any]) -> bool:
 def difference_from_stock(
     answers: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]], sparse: bool
 ) -> dict[str, float]:
-    """Largest difference of a chosen token's log-probability per prompt that both attend to alike, in nats."""
+    """Return the largest difference of a chosen token's log-probability, per prompt with equal attention, in nats."""
     differences = {}
     for name in PROMPTS:
         if sparse and name == "above":
@@ -77,14 +77,14 @@ def difference_from_stock(
         differences[name] = 0.0
         for mine, other in zip(ours["logprobs"], theirs["logprobs"], strict=True):
             (token, value), (other_token, other_value) = mine[0], other[0]
-            if token != other_token:  # from a tie on they answer different prompts
+            if token != other_token:  # after a tie, the answers continue different texts
                 break
             differences[name] = max(differences[name], abs(value - other_value))
     return differences
 
 
 def _difference(logprobs: list[list[tuple[int, float]]], expected: Tensor) -> float:
-    """Over the tokens that the engine reported; `expected` is [tokens, vocabulary]."""
+    """Return the largest difference over the tokens that the engine reported; `expected` is [tokens, vocabulary]."""
     largest = 0.0
     for reported, row in zip(logprobs, expected, strict=True):
         tokens, values = zip(*reported, strict=True)

@@ -1,6 +1,6 @@
-"""Architectures that transformers does not have, and whose weights are those of one it has under other names.
+"""Architectures that transformers lacks, but whose weights are those of another architecture under other names.
 
-The reference of such a model is the one that its weights were taken from. SGLang reads its configuration through
+The reference of such a model is the model that its weights were taken from. SGLang reads its configuration through
 `auto_map`, as it would from the Hub.
 """
 
@@ -25,8 +25,8 @@ class Renamed:
         source: model type that the weights come from.
         architecture: the class that SGLang looks for.
         names: regular expressions and their replacements, applied in order.
-        config: what the source's configuration sets.
-        stored: what the stored configuration sets besides, from the source's.
+        config: settings of the source's configuration.
+        stored: settings that the stored configuration has in addition to those of the source.
         pack: fuses tensors, before the names are replaced.
     """
 
@@ -47,7 +47,7 @@ class Renamed:
 
 
 def _qkv(weights: Weights, kind: str, name: str, join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Weights:
-    """Replace the three projections of each layer by one."""
+    """Replace the three projections of each layer by one fused projection."""
     for key in [key for key in weights if key.endswith(f"self_attn.q_proj.{kind}")]:
         stem = key.removesuffix(f"q_proj.{kind}")
         parts = [weights.pop(f"{stem}{one}_proj.{kind}") for one in "qkv"]
@@ -65,7 +65,7 @@ def _stacked(name: str) -> Callable[[Weights, Any], Weights]:
 
 
 def _by_group(weights: Weights, config: Any) -> Weights:
-    """Per KV head: its query heads, its key head, its value head (InternLM2)."""
+    """Fuse projections, per KV head: its query heads, its key head, its value head (InternLM2)."""
     groups, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
 
     def join(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

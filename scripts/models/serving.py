@@ -1,4 +1,4 @@
-"""Asks one engine on one model, the way a user's program would."""
+"""Sends prompts to one engine with one model, as a user's program would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS: dict[str, list[int]] = {
     name: [3 + (i * i * 31 + i * 7) % (VOCABULARY - 3) for i in range(length)]
     for name, length in (("below", 37), ("above", 301))
 }
-"""Prompts that end inside a block; with its answer the first one fits the budget."""
+"""Prompts that end inside a block; the first one fits the budget, together with its answer."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Way:
     """A way to serve.
 
     Attributes:
-        engine: keywords of the engine.
-        environment: variables of the engine's processes.
-        sparse: whether what a request attends to past the budget is recorded, and is what the reference must do.
+        engine: keyword arguments of the engine.
+        environment: environment variables of the engine's processes.
+        sparse: whether the selection past the budget is recorded, so that the reference can use it.
     """
 
     engine: dict[str, Any]
@@ -66,12 +66,12 @@ ENGINE: dict[str, Any] = {
 
 
 def serve(case: Case, model: Path, way: Way, trace: Path) -> dict[str, Any]:
-    """Answer all prompts.
+    """Serve a case's model, and let it answer all prompts.
 
     Returns:
         Per prompt: `rid`, `output_ids` and, per output token, the reported `logprobs` as [id, log-probability].
     """
-    # A forked scheduler has imported everything; a spawned one would take ten seconds to.
+    # A forked scheduler has already imported everything; a spawned one would need ten seconds for that.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
     if way.sparse:

@@ -13,7 +13,7 @@ from scripts.models.cases import Case
 from scripts.models.renamed import RENAMED, Renamed
 
 GAIN, NOISE = 2.0, 0.1
-"""Of the weights, so that attention is far from uniform and what a query attends to changes the answer."""
+"""Scale of the weights, chosen so that attention is far from uniform and a wrong selection changes the answer."""
 
 CONFIGURATION = "configuration_tiny"
 CONFIGURATION_MODULE = """from transformers import PretrainedConfig
@@ -29,7 +29,7 @@ def write_model(case: Case, folder: Path, seed: int = 0) -> dict[str, str]:
 
     Args:
         case: what to make.
-        folder: `served` inside of it is for SGLang, `reference` for transformers; one and the same unless renamed.
+        folder: its subfolder `served` is for SGLang, `reference` for transformers; they are the same unless renamed.
 
     Returns:
         {"architecture": the class that SGLang looks for}.
@@ -48,7 +48,7 @@ def write_model(case: Case, folder: Path, seed: int = 0) -> dict[str, str]:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Random weights of a size at which every part of the model matters."""
+    """Set random weights of a scale at which every part of the model matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def _write_renamed(renamed: Renamed, reference: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     stored = json.loads((reference / "config.json").read_text())
     model_type = f"tiny_{renamed.architecture.lower()}"
-    theta = stored["rope_parameters"]["rope_theta"]  # older models have it beside the others
+    theta = stored["rope_parameters"]["rope_theta"]  # older models have it beside the other settings
     stored |= {"architectures": [renamed.architecture], "model_type": model_type, "rope_theta": theta}
     stored |= {"auto_map": {"AutoConfig": f"{CONFIGURATION}.TinyConfig"}, **renamed.stored}
     (folder / "config.json").write_text(json.dumps(stored, indent=2))

@@ -125,11 +125,11 @@ REFUSED: dict[tuple[str, ...], str] = {
     (
         "--lookahead-kv-fetch-ratio",
         "1.5",
-    ): "--lookahead-kv-fetch-ratio must be a number above 0 and at most 1, or auto, got 1.5.",
+    ): "--lookahead-kv-fetch-ratio must be in (0, 1] or 'auto', got 1.5.",
     (
         "--lookahead-kv-host-gb",
         "nan",
-    ): "--lookahead-kv-host-gb must be a number of gigabytes above 0, or auto, got nan.",
+    ): "--lookahead-kv-host-gb must be a number of gigabytes above 0, or 'auto', got nan.",
     (
         "--lookahead-kv-dense-layers",
         "0,4",
@@ -146,9 +146,9 @@ NOT_ON_A_CPU: dict[tuple[str, ...], str] = {
         "name=/folder",
     ): "--lora-paths does not work on a CPU: merge the adapters",
     ("--quantization", "fp8"): "--quantization fp8 does not work on a CPU: use a model in bfloat16 or float32",
-    ("--moe-a2a-backend", "deepep"): "--moe-a2a-backend deepep does not work on a CPU: leave it out",
-    ("--ep-size", "2"): "--ep-size 2 does not work on a CPU: leave it out",
-    ("--moe-runner-backend", "triton"): "--moe-runner-backend triton does not work on a CPU: leave it out",
+    ("--moe-a2a-backend", "deepep"): "--moe-a2a-backend deepep does not work on a CPU: remove the flag",
+    ("--ep-size", "2"): "--ep-size 2 does not work on a CPU: remove the flag",
+    ("--moe-runner-backend", "triton"): "--moe-runner-backend triton does not work on a CPU: remove the flag",
     ("--grammar-backend", "outlines"): "--grammar-backend outlines needs the package outlines, which is not installed",
     ("--grammar-backend", "llguidance"): "--grammar-backend llguidance needs the package llguidance",
     ("--load-format", "fastsafetensors"): "--load-format fastsafetensors needs the package fastsafetensors",
@@ -234,11 +234,11 @@ def launches(
     [
         ("unknown choice", "error: argument --lookahead-kv-miss-policy: invalid choice: 'wait'"),
         ("out of range", "error: --lookahead-kv-budget-tokens must be a multiple of the page size 16, got 100."),
-        ("unsupported model", "GptOssForCausalLM has sliding-window layers: start it without the flag."),
+        ("unsupported model", "GptOssForCausalLM has sliding-window layers: start the server without the flag."),
         ("host memory", "error: 0.001 GB of host memory are too little"),
-        ("port", "cannot be used (Address already in use): stop what listens there or choose another --port."),
+        ("port", "cannot be used (Address already in use): stop the program that uses it or choose another --port."),
         ("truncated weights", "model.safetensors is damaged (1000000 bytes long"),
-        ("no such model", "nowhere is not a model folder, it does not exist: check --model-path."),
+        ("no such model", "nowhere does not exist: check --model-path."),
     ],
 )
 def test_a_launch_ends_with_one_sentence(launches: dict[str, Ended], name: str, sentence: str) -> None:

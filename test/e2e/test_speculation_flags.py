@@ -47,9 +47,9 @@ NO_DRAFTS = "--lookahead-kv-reject-drafts has no effect without drafts"
 REFUSED: dict[tuple[str, ...], str] = {
     (*LOOKAHEAD, *EAGLE3): "--speculative-algorithm EAGLE3 needs a draft model",
     (*DENSE, *EAGLE3): "--speculative-algorithm EAGLE3 needs a draft model",
-    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/nowhere"): "it does not exist: check --speculative-draft-model-path.",
-    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/proc"): "config.json is missing: check --speculative-draft-model-path.",
-    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "MODEL"): "is no EAGLE-3 head but LlamaForCausalLM: give",
+    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/nowhere"): "/nowhere does not exist: check --speculative-draft-model-path.",
+    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "/proc"): "in the model folder /proc: check --speculative-draft-model-path.",
+    (*LOOKAHEAD, *EAGLE3, DRAFT_PATH, "MODEL"): "must be the folder of an EAGLE-3 head that was trained for the model",
     (*LOOKAHEAD, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
     (*LOOKAHEAD, *NGRAM, *HEAD): "has no effect without --speculative-algorithm EAGLE3",
     (*LOOKAHEAD, *EAGLE3, *HEAD, STEPS, "0"): "--speculative-num-steps must be 1 or more, got 0.",
@@ -68,7 +68,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     (*DENSE, *NGRAM, "--speculative-accept-threshold-single", "0.5"): (
         "does not work with --speculative-accept-threshold-single 0.5: remove it."
     ),
-    (*DENSE, *NGRAM, "--enable-watermark"): "does not watermark what NGRAM speculates",
+    (*DENSE, *NGRAM, "--enable-watermark"): "cannot watermark the tokens that NGRAM speculates",
     (*LOOKAHEAD, "--speculative-algorithm", "standalone"): "does not work with --speculative-algorithm standalone",
     (*LOOKAHEAD, "--lookahead-kv-reject-drafts"): NO_DRAFTS,
     (*LOOKAHEAD, "--lookahead-kv-reject-drafts", "--lookahead-kv-source", "dual"): NO_DRAFTS,

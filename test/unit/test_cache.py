@@ -49,8 +49,8 @@ def test_a_cache_that_cannot_be_written_is_replaced_and_one_warning_says_so(
     assert cache.writable_folder("models", MEGABYTE) == temporary / "models"
     assert temporary.stat().st_mode & 0o777 == 0o700
     assert [record.getMessage() for record in caplog.records] == [
-        f"{unwritable / 'models'} cannot be written (Not a directory): {temporary / 'models'} is used instead, which a "
-        "restart may empty."
+        f"{unwritable / 'models'} cannot be written (Not a directory): using {temporary / 'models'} instead, which may "
+        "be lost at a restart."
     ]
     assert cache.places("models") == [unwritable / "models", temporary / "models"]
 
@@ -70,8 +70,7 @@ def test_when_nothing_can_be_written_one_sentence_says_so(
     with pytest.raises(cache.CacheError) as error:
         cache.writable_folder("models", 5 * MEGABYTE)
     assert str(error.value) == (
-        f"{tmp_path / 'cache' / 'models'} has 1 of the 5 MB free that it takes: set OASIS_CACHE to a folder with "
-        "5 MB free"
+        f"{tmp_path / 'cache' / 'models'} needs 5 MB free and has 1 MB: set OASIS_CACHE to a folder with 5 MB free"
     )
     assert not caplog.records
 

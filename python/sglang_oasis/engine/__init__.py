@@ -1,1 +1,1 @@
-"""A forward pass over the tiers, without SGLang: one contract, driven by the host or by the device itself."""
+"""Forward passes over the tiers, without SGLang: one contract and two engines, driven by the host or by the device."""

@@ -1,12 +1,12 @@
 """A forward pass over the tiers, without SGLang: the contract of both engines, and the order of a decode step.
 
-A pass begins with what the host knows of its rows, serves layer after layer, and ends:
+A pass begins with what the host knows about its rows, then serves the layers in order, then ends:
 
     prefill | begin_prefill; per layer: prefill_layer
     decode  | begin_decode; start; per layer: decode_layer; end
 
-What `begin_decode` returns belongs to its pass: the host's engine can plan a draft model's passes ahead. On a device
-that drives itself `start`, the layers and `end` may be captured in a graph; `begin_decode` runs before a replay.
+The result of `begin_decode` belongs to one pass, so the host's engine can plan the passes of a draft model in advance.
+The device's engine may capture `start`, the layers and `end` in a graph; `begin_decode` runs before each replay.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class DecodeForward(NamedTuple):
     """A decode step that has begun.
 
     Attributes:
-        plans: one for all m tokens, or one per token.
-        entries: n, padding included.
-        tokens: m.
+        plans: one plan for all m tokens, or one per token.
+        entries: n, entries of the batch, padding included.
+        tokens: m, tokens per row.
     """
 
     plans: Sequence[DecodePlan]
@@ -59,27 +59,27 @@ class PrefillForward:
 
 
 class Observer(Protocol):
-    """Sees what each layer is about to attend to."""
+    """Is shown, before each layer attends, what the layer will attend to."""
 
     def record(self, layer: int, plan: DecodePlan, tier: ResidentTier) -> None: ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What an engine has counted and holds; everything that observers of a server are told comes from here.
+    """The counts and sizes of an engine; the source of all statistics and metrics of a server.
 
     Attributes:
-        config, layout: as it runs.
-        rows_capacity, rows_active: rows, without the padding row, and those that are live.
-        host_bytes: of the host pool, summaries included.
-        host_tokens: of the host pool.
-        device_bytes, resident_bytes, summary_bytes: of the resident tiers, of what live rows hold of them, and of these
-            rows' summaries; a draft model's are included.
-        staging_bytes, cached_tokens: of what prefill passes through, and of the tokens in its page cache.
+        config, layout: the engine's configuration and tier layout.
+        rows_capacity, rows_active: number of rows, without the padding row, and of those that are live.
+        host_bytes: bytes of the host pool, summaries included.
+        host_tokens: tokens that the host pool can hold.
+        device_bytes, resident_bytes, summary_bytes: bytes of the resident tiers, of the blocks that live rows hold in
+            them, and of the live rows' summaries; those of a draft model are included.
+        staging_bytes, cached_tokens: bytes of the prefill staging, and tokens that its page cache can hold.
         counters, pipeline: counts since start-up.
         fetch_cap: most blocks fetched ahead per KV head, layer and step.
         step_seconds: where the time of decode steps goes.
-        recall: what audits found, None without audits.
+        recall: results of the audits, None without audits.
     """
 
     config: LookaheadKVConfig
@@ -102,15 +102,15 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What both engines are made from.
+    """The arguments that both engines need.
 
     Attributes:
         config: the validated configuration.
         layout: sizes of the tiers.
         host: the pool of record.
         num_rows: S, rows of the resident tier; row 0 is padding.
-        req_to_token: SGLang's table of KV indices, int32, where the engine's device has it; a row of it per row that a
-            batch may have, and one of padding.
+        req_to_token: SGLang's table of KV indices, int32, on the engine's device; one row for each row that a batch may
+            have, and one for padding.
         scales: softmax scale of each layer.
         integrity_interval: decode steps between two checks of every invariant, 0 for none.
     """
@@ -129,20 +129,20 @@ class Engine(ABC):
 
     Args:
         setup: what to serve.
-        device: of the resident tier.
+        device: device of the resident tier.
 
     Attributes:
         tier: the resident tier.
-        tiers: all that follow the same rows: this one, and a draft model's.
+        tiers: all resident tiers that hold the same rows: this engine's, and that of a draft model.
         counters: counts since start-up.
-        observer: sees what decode attends to, None for nobody; it looks into the tiers between two kernels.
+        observer: is shown what decode attends to, or None; it reads the tiers between two kernels.
         clock: where the time of decode steps goes.
         scales: softmax scale of each layer.
         max_entries: most entries of a batch, padding included.
     """
 
     captured: bool
-    """Whether steps may be captured in graphs: batches are padded, and some are made up."""
+    """Whether steps may be captured in graphs: then batches are padded, and some are dummies."""
 
     def __init__(self, setup: EngineSetup, device: torch.device) -> None:
         self.config, self.layout, self.host = setup.config, setup.layout, setup.host
@@ -164,7 +164,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin_prefill(self, batch: PrefillBatch) -> PrefillForward:
-        """Plan an extend pass; rows in their last chunk are claimed."""
+        """Plan an extend pass, and claim the rows of the requests that are in their last chunk."""
 
     @abstractmethod
     def prefill_layer(self, forward: Any, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class Engine(ABC):
         Args:
             forward: what `begin_prefill` returned.
             layer: layer of this rank.
-            query: [t, H*G, D]; tokens behind those of the batch are padding.
+            query: [t, H*G, D]; tokens after those of the batch are padding.
             key, value: [t, H, D].
 
         Returns:
@@ -183,13 +183,13 @@ class Engine(ABC):
     # --- decode ---
 
     def begin_decode(self, batch: DecodeBatch) -> DecodeForward:
-        """Plan a decode step and move the rows' windows on to it; not part of a captured graph.
+        """Plan a decode step and advance the rows' windows to it; not part of a captured graph.
 
         Args:
             batch: the rows.
 
         Raises:
-            IntegrityError: a check was due, and an invariant does not hold.
+            IntegrityError: a check was due, and found an invariant that does not hold.
         """
         if batch.real and batch.first == 0:
             self._count_step()
@@ -208,7 +208,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, forward: DecodeForward, indices: Tensor) -> None:
-        """Do what precedes the first layer; part of a captured graph.
+        """Do the work before the first layer; part of a captured graph.
 
         Args:
             forward: what `begin_decode` returned.
@@ -218,12 +218,12 @@ class Engine(ABC):
     def decode_layer(
         self, forward: DecodeForward, layer: int, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
     ) -> Tensor:
-        """Decode, or verify drafts: m tokens per row, in one pass or in one pass each.
+        """Decode or verify drafts in one layer: m tokens per row, all in one pass or each in a pass of its own.
 
         Args:
             forward: what `begin_decode` returned.
             layer: layer of this rank.
-            query: [n * m, H*G, D]; a row's tokens are neighbours.
+            query: [n * m, H*G, D]; the tokens of a row are adjacent.
             key, value: [n * m, H, D].
             indices: [n * m] int64, KV indices.
 
@@ -251,45 +251,45 @@ class Engine(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Do what follows the last layer; part of a captured graph."""
+        """Do the work after the last layer; part of a captured graph."""
 
     # --- the parts of a decode step ---
 
     @abstractmethod
     def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
-        """Get ready for a step that was planned."""
+        """Prepare the engine for a planned step."""
 
     @abstractmethod
     def _arrive(self, layer: int, new: NewTokens) -> None:
-        """Wait for the layer's own transfer; a host then stores the new tokens in their pages."""
+        """Wait for the layer's own transfer; the host's engine then stores the new tokens in their pages."""
 
     @abstractmethod
     def _prepare(self, forward: DecodeForward, number: int, layer: int, query: Tensor, new: NewTokens) -> None:
-        """Take a pass's tokens into the resident tier; fetch what it misses, where misses are fetched.
+        """Store a pass's tokens in the resident tier; with miss policy `fetch`, load the blocks that are missing.
 
         Args:
-            forward, number, layer: the step, the number of its pass, the layer.
-            query: [n * m', H*G, D] of the pass's tokens, of which each row has m'.
+            forward, number, layer: the step, the number of the pass in the step, the layer.
+            query: [n * m', H*G, D], queries of the pass's tokens, m' for each row.
             new: these tokens.
         """
 
     @abstractmethod
     def _attend(self, forward: DecodeForward, number: int, layer: int, query: Tensor) -> Tensor:
-        """Attention of a pass over the resident slots: query [n * m', H*G, D] -> the same shape."""
+        """Return the attention of a pass over the resident slots: query [n * m', H*G, D] -> the same shape."""
 
     @abstractmethod
     def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
-        """Start predicting, selecting and transferring what the next step will need, from query [n * m, H*G, D]."""
+        """Start to predict, select and transfer the blocks for the next step, from query [n * m, H*G, D]."""
 
-    # --- what others ask ---
+    # --- for other parts of the product ---
 
     @abstractmethod
     def settle(self) -> None:
-        """Bring both tiers up to date, so that the host may look into them."""
+        """Finish all pending work on both tiers, so that the host may read them."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """What was counted and is held."""
+        """Return the counts and sizes of the engine."""
 
     @abstractmethod
     def close(self) -> None:
@@ -305,7 +305,7 @@ class Engine(ABC):
         check_integrity(self.tier, self.host, self.pages_of)
 
     def pages_of(self, row: int, blocks: int) -> Tensor:
-        """[blocks] int64, host pages of a row's first blocks as SGLang has them now."""
+        """Return the host pages of a row's first blocks, as SGLang's table has them now: [blocks] int64."""
         size = self.layout.block_size
         return host_pages(self._req_to_token, row, blocks * size, size).long()
 

@@ -1,4 +1,4 @@
-"""What the host knows of the rows of a forward pass."""
+"""What the host knows about the rows of a forward pass."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
+    """Rows that decode m tokens each: a committed token and the drafts after it, or drafts alone.
 
     Attributes:
         rows: [n] int64 on the host.
-        generations: [n] int64 on the host; another generation of a row is another request.
-        lengths: [n] int64 on the host, committed tokens of each row, the first of its m included.
+        generations: [n] int64 on the host; a new generation of a row means another request.
+        lengths: [n] int64 on the host, committed tokens of each row, including the first of its m tokens.
         tokens: m.
-        first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
+        first: distance of the first of the m tokens from the newest committed token; 0 when it is that token.
         rids: request ids.
-        entries: of the tensors that the layers get, padding included; None for as many as rows.
-        device_rows: `rows` where the engine's device has them; None to copy them.
-        real: False for what warms up or is captured, which counts nowhere.
+        entries: entries of the tensors that the layers get, padding included; None for as many as there are rows.
+        device_rows: `rows` on the engine's device; None to copy them there.
+        real: False for a batch of a warm-up or of a graph capture, which no counter counts.
     """
 
     rows: Tensor
@@ -37,15 +37,15 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """Rows that get new prompt tokens.
+    """Rows for which new prompt tokens are computed.
 
     Attributes:
         rows, generations: per request, on the host.
-        prefixes: per request, tokens that the host pool has.
+        prefixes: per request, tokens that are already in the host pool.
         new_tokens: per request, tokens that the pass computes.
         last_chunks: per request, whether decode follows.
         indices: [t] int64 on the engine's device, KV indices of the new tokens.
-        device_rows: [n] int64 where the engine's device has the rows; None to copy them.
+        device_rows: [n] int64, the rows on the engine's device; None to copy them there.
     """
 
     rows: Sequence[int]

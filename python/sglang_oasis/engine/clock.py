@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes, as seen from attention: laps of one watch."""
+"""Measures where the time of decode steps goes, as seen from the attention layers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import time
 
 
 class StepClock:
-    """Adds up the wall time of the parts of decode steps, laps of one watch.
+    """Adds up the wall time of the parts of decode steps, like the laps of a stopwatch.
 
     Args:
-        runs: False where the host does not see the time go, because a device runs the steps by itself.
+        runs: False where the host cannot measure the parts, because a device runs the steps by itself.
 
     Attributes:
         steps: decode steps begun.
-        seconds: part -> time. `model` is what passes between two attention layers, and nothing counts from a step's
-            last layer to the next step's first.
+        seconds: part -> time. `model` is the time between two attention layers; the time from the last layer of a step
+            to the first layer of the next one is not counted.
     """
 
     def __init__(self, *, runs: bool = True) -> None:
@@ -29,7 +29,7 @@ class StepClock:
         self._between_layers = False
 
     def enter_layer(self) -> None:
-        """An attention layer begins."""
+        """Note that an attention layer begins."""
         if self._between_layers:
             self.lap("model")
         else:
@@ -37,7 +37,7 @@ class StepClock:
         self._between_layers = True
 
     def lap(self, part: str) -> None:
-        """The time since the last reading was spent in `part`."""
+        """Add the time since the last reading to `part`."""
         if not self._runs:
             return
         now = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The engine of a device that drives itself, also inside of a captured graph. Not run on a GPU yet.
+"""The engine of a device that drives its steps by itself, also in captured graphs. It has not run on a GPU yet.
 
-A decode step is the same eagerly and captured:
+A decode step is the same whether it runs eagerly or is captured:
 
     before the graph | `begin_decode`: tables from the host's lengths, attention's plan, rows without a resident set
-    in the graph     | `start`: what the last step left over; per layer: take tokens, attend, look ahead; `end`
+    in the graph     | `start`: tasks that the last step left; per layer: store tokens, attend, look ahead; `end`
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from sglang_oasis.tier.window import Window
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """What a device's engine needs besides.
+    """The arguments that the device's engine needs in addition to `EngineSetup`.
 
     Attributes:
         device: the device.
         query_heads: query heads of this rank.
-        query_dtype: their dtype.
+        query_dtype: dtype of the queries.
         cache_bytes: device memory that the page cache may use.
-        streams: of the device, None for its own.
-        attention: what attends, None for the fastest that is there.
+        streams: streams of the device; None for the default ones.
+        attention: the attention kernels; None for the fastest that are available.
     """
 
     device: torch.device
@@ -67,15 +67,15 @@ class DeviceEngine(Engine):
     """Serves from a resident tier on a device.
 
     Args:
-        setup: what to serve, of what a device can do: a fixed fetch ratio, no audit, a bound as the selector, one
-            softmax scale. The host pool is in memory that the device reaches by address.
-        device: where, and with what.
+        setup: what to serve. A device supports a fixed fetch ratio, no audit, a bound as the selector and one softmax
+            scale. The host pool must be in memory that the device can access by address.
+        device: the device and its settings.
 
     Attributes:
-        staging: what prefill passes through.
+        staging: the buffers through which prefill stages host pages.
         pipeline: predicts and fetches on streams beside the forward pass.
         cap: most blocks fetched ahead.
-        tables: of each pass of a step, on the device.
+        tables: the slot tables of each pass of a step, on the device.
     """
 
     captured = True
@@ -134,7 +134,7 @@ class DeviceEngine(Engine):
 
     def prefill_layer(self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         fmt = self.layout.summary_format
-        out = torch.zeros_like(query)  # a graph pads its tokens, and what follows attention must not meet NaN
+        out = torch.zeros_like(query)  # padding tokens of a graph must not bring NaN into the next op
         for group, kv in self.staging.layer(layer, key, value):
             summarise_blocks(kv, group.completed_places, self.host.summaries[layer], group.completed_pages, fmt)
             out[group.tokens] = self._attention.prefill.run(query[group.tokens], kv, group)
@@ -144,7 +144,7 @@ class DeviceEngine(Engine):
         return out
 
     def build(self, layer: int, row: int, window: Window, kv: Tensor, first_place: int, queries: Tensor) -> None:
-        """Build a row's first resident set from its last queries [Q, H*G, D]; nothing waits for the device.
+        """Build a row's first resident set from its last queries [Q, H*G, D], without waiting for the device.
 
         Block j of the row is page `first_place + j` of `kv` [X, H, 2, B, D], on the device.
         """
@@ -163,7 +163,7 @@ class DeviceEngine(Engine):
         self.counters.blocks_built += build_row(resident, layout, row, window, kv, places, rank)
 
     def _build_cold(self, row: int, window: Window) -> None:
-        """Build a row that reached decode without a resident set, for want of a query without one."""
+        """Build the resident set of a row that reached decode without one; there is no query yet to rank its blocks."""
         pages = self.pages_of(row, window.open_block + 1)
         complete = pages[: window.complete_blocks]
         for layer, resident in enumerate(self.tier.layers):
@@ -180,7 +180,7 @@ class DeviceEngine(Engine):
 
     def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
         if batch.first:
-            raise NotImplementedError("A device has tables for one step, and plans no passes of a draft model ahead.")
+            raise NotImplementedError("The device engine has tables for one step and cannot plan draft passes ahead.")
         if cold := forward.plans[0].cold:
             self.settle()
             for each in cold:
@@ -192,7 +192,7 @@ class DeviceEngine(Engine):
             self._attention.decode.plan(slots, forward.entries, plan.step.tokens)
 
     def _load_tables(self, rows: Tensor, forward: DecodeForward) -> None:
-        """Send a step to the device; `rows` [n] int64 are those of the entries that are no padding."""
+        """Copy a step's tables to the device; `rows` [n] int64 belong to the entries that are not padding."""
         shape, steps = self._shape(forward), [plan.step for plan in forward.plans]
         if self._left_over not in (None, shape):
             self._drain()
@@ -234,17 +234,17 @@ class DeviceEngine(Engine):
     def end(self) -> None:
         self.pipeline.end_step()
 
-    # --- what others ask ---
+    # --- for other parts of the product ---
 
     def settle(self) -> None:
         self._drain()
         self._streams.synchronize(self._streams.record())
 
     def close(self) -> None:
-        """There are no threads."""
+        """Do nothing: this engine has no threads."""
 
     def snapshot(self) -> Snapshot:
-        """Waits for the device."""
+        """Return the counts and sizes of the engine; waits for the device."""
         urgent = int(self.pipeline.counters[URGENT, 0])
         return self._snapshot(
             replace(self.counters, blocks_urgent=urgent),
@@ -258,13 +258,13 @@ class DeviceEngine(Engine):
         return Batch(forward.entries, self._lookahead_queries[forward.tokens])
 
     def _planned(self, forward: DecodeForward) -> Iterator[tuple[DecodePlan, SlotTable]]:
-        """Every table of every pass of the step at hand."""
+        """Yield every slot table of every pass of the current step."""
         for plan, slots in zip(forward.plans, self._slots, strict=False):
             for table in slots.values():
                 yield plan, table
 
     def _drain(self) -> None:
-        """Do now what the last step has left for the next one; the current stream waits for it."""
+        """Run the tasks that the last step left for the next one; the current stream waits for them."""
         if self._left_over is not None:
             self.pipeline.drain(self._left_over)
             self._left_over = None

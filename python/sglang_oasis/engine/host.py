@@ -1,4 +1,4 @@
-"""The engine that the host drives: on a CPU, with a pipeline in background threads."""
+"""The engine that the host drives, on a CPU, with a pipeline in background threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostPrefill(PrefillForward):
 
     Attributes:
         rows: its rows, in batch order.
-        sequences: their host pages.
+        sequences: the host pages of these rows.
         completed_pages: [P] int64, host pages that the pass completes.
         indices: [t] int64, KV indices of the new tokens.
     """
@@ -40,7 +40,7 @@ class HostPrefill(PrefillForward):
     indices: Tensor
 
     def pages_of(self, entry: int) -> Tensor:
-        """[open_block + 1] int64, host pages of a row of the pass."""
+        """Return the host pages of a row of the pass: [open_block + 1] int64."""
         return self.sequences.slots[entry, : self.rows[entry].window.open_block + 1].long()
 
 
@@ -49,10 +49,10 @@ class HostEngine(Engine):
 
     Args:
         setup: what to serve.
-        moves_on: False when the next pass may serve a row at the length of this one, as a draft model's do.
+        moves_on: False when the next pass may serve a row at the same length again, as passes of a draft model do.
 
     Attributes:
-        audit: measures the true recall now and then, None when it is off.
+        audit: measures the true recall from time to time, None when it is off.
         pipeline: predicts and fetches in the background.
         cap: most blocks fetched ahead.
     """
@@ -96,10 +96,10 @@ class HostEngine(Engine):
         return out
 
     def start(self, forward: DecodeForward, indices: Tensor) -> None:
-        """Nothing precedes the first layer."""
+        """Do nothing: the host's engine has no work before the first layer."""
 
     def end(self) -> None:
-        """Tasks go on in the background."""
+        """Do nothing: tasks continue in the background."""
 
     def _load(self, forward: DecodeForward, batch: DecodeBatch) -> None:
         if batch.first == 0:
@@ -108,7 +108,7 @@ class HostEngine(Engine):
                 self.audit.begin(forward.plans[0].step)
 
     def _arrive(self, layer: int, new: NewTokens) -> None:
-        # SGLang may have freed pages that the transfer still reads, and these tokens may be what is written over them.
+        # SGLang may have freed pages that the transfer still reads, and the new tokens may overwrite these pages.
         self.pipeline.wait(layer)
         self.host.write(layer, new.indices, new.keys, new.values)
 
@@ -117,7 +117,7 @@ class HostEngine(Engine):
         for cold in plan.cold:
             pages = step.pages[cold.entry, : cold.window.open_block + 1].long()
             self.build(layer, cold.row, cold.window, pages, query[cold.entry * step.tokens, None])
-        # What policy `auto` goes by is how lookahead alone serves a layer, before it fetches what is missed.
+        # Policy `auto` depends on the recall of lookahead alone, so measure it before missing blocks are fetched.
         if self.audit is not None and not self._fetches:
             self.audit.observe(layer, step, query, self.scales[layer])
         self._take_tokens(layer, step, query, new)
@@ -129,14 +129,14 @@ class HostEngine(Engine):
             self._begin(step)
         resident = self.tier.layers[layer]
         if step.graduates:
-            # Older than what is selected now, which must outlive them.
+            # Marked as older than the blocks that this step selects, so that they are evicted before those.
             resident.graduate(step.graduates.rows, step.graduates.blocks, mark(step.number, URGENT) - 1)
         resident.write_tokens(step.token_rows, step.places(resident), new.keys, new.values)
         if step.completed:
             rows, blocks, pages = step.completed
             self.host.summarise(layer, pages)
             resident.summaries[rows, :, blocks] = self.host.summaries[layer][pages]
-        if step.expected:  # a request may end here, and another find the page in the prefix cache
+        if step.expected:  # the request may end here, and another request may find the page in the prefix cache
             self.host.summarise(layer, step.expected.pages)
         if layer in self._urgent:
             queries = query.unflatten(0, (-1, step.tokens))
@@ -148,8 +148,8 @@ class HostEngine(Engine):
         return paged_attention(query, resident.blocks, *slots, self.scales[layer])
 
     def _look_ahead(self, forward: DecodeForward, layer: int, query: Tensor) -> None:
-        # What a draft model decodes behind the committed tokens is not what its next step will look at. With policy
-        # `fetch` nothing is predicted: the true queries bring in all that would be.
+        # Queries of tokens that a draft model decodes after the committed ones do not predict its next step. With
+        # policy `fetch` nothing is predicted: the true queries fetch all the blocks that a prediction could.
         step = forward.plans[-1].step
         if step.first == 0 and self._predicting and layer in self._sparse:
             cap = self.cap.blocks(self.tier.layers[layer].selected)
@@ -157,7 +157,7 @@ class HostEngine(Engine):
             self.pipeline.submit(layer, queries, self.scales[layer], cap)
 
     def _begin(self, step: DecodeStep) -> None:
-        """Find the rows that do not fit the budget: in this step, where misses are fetched, and in the next."""
+        """Begin the pipeline's step with the rows that exceed the budget: now, if misses are fetched, else later."""
         self._step = step
         self._urgent, self._predicting = frozenset(), False
         if layers := self._layers_that_fetch():
@@ -174,7 +174,7 @@ class HostEngine(Engine):
                 self.pipeline.begin_step(ahead)
 
     def build(self, layer: int, row: int, window: Window, pages: Tensor, queries: Tensor) -> None:
-        """Build a row's first resident set from its last queries [Q, H*G, D] and its pages [open_block + 1] int64."""
+        """Build a row's first resident set from its last queries [Q, H*G, D] and host pages [open_block + 1] int64."""
         resident, layout = self.tier.layers[layer], self.layout
         complete = window.complete_blocks
         resident.summaries[row, :, :complete] = self.host.summaries[layer][pages[:complete]].transpose(0, 1)
@@ -195,7 +195,7 @@ class HostEngine(Engine):
         return AdaptiveCap(pipeline.statistics, selected, heads, self.layout.chunk_bytes, pipeline.threads)
 
     def _layers_that_fetch(self) -> frozenset[int]:
-        """Layers that load what the true query misses before they attend."""
+        """Return the layers that load the true query's missing blocks before they attend."""
         if self._fetches:
             return self._sparse
         if self.config.miss_policy != AUTO or self.audit is None:
@@ -220,7 +220,7 @@ class HostEngine(Engine):
 
 
 def _prediction(step: DecodeStep, number: int, candidates: Tensor) -> PredictionStep | None:
-    """A task for the rows that have candidates; None without such rows."""
+    """Return the prediction step of the rows that have candidates; None if there are no such rows."""
     entries = candidates.nonzero().flatten()
     if not entries.numel():
         return None

@@ -1,4 +1,4 @@
-"""What one forward pass needs to know about its rows; computed once, shared by all layers."""
+"""The plan of a forward pass: what it needs to know about its rows; computed once, shared by all layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
 
 
 class ColdRow(NamedTuple):
-    """A row that reached decode without a resident set; it is built then.
+    """A row that reached decode without a resident set, which must be built before the row attends.
 
     Attributes:
         entry: position in the batch.
@@ -85,7 +85,7 @@ class PrefillRow(NamedTuple):
         row: the row.
         tokens: slice of the batch's tokens that belong to it.
         window: the window after this pass.
-        builds: this is the request's last prefill chunk, decode follows.
+        builds: whether this is the request's last prefill chunk, after which its resident set is built.
     """
 
     row: int
@@ -95,12 +95,12 @@ class PrefillRow(NamedTuple):
 
 
 def queries_each(queries: int, count: int) -> Tensor:
-    """`query_starts` of `count` sequences with as many queries each."""
+    """Return `query_starts` [count + 1] of `count` sequences with `queries` queries each."""
     return queries * torch.arange(count + 1, dtype=torch.int32)
 
 
 def host_pages(req_to_token: Tensor, rows: Tensor | int, length: int, block_size: int) -> Tensor:
-    """Host pages of the first `length` tokens: [blocks] for one row, [n, blocks] for several; int32 on the host.
+    """Return the host pages of the first `length` tokens: [blocks] for one row, [n, blocks] for several; int32, host.
 
     Entries beyond a row's own length are arbitrary.
     """
@@ -108,7 +108,7 @@ def host_pages(req_to_token: Tensor, rows: Tensor | int, length: int, block_size
 
 
 def plan_host(req_to_token: Tensor, rows: Tensor, lengths: Tensor, new_tokens: Tensor, block_size: int) -> Sequences:
-    """Sequences whose tokens are read from their host pages.
+    """Return sequences whose tokens are read from their host pages.
 
     Args:
         req_to_token: SGLang's [rows, context] table of KV indices.
@@ -124,20 +124,20 @@ def plan_host(req_to_token: Tensor, rows: Tensor, lengths: Tensor, new_tokens: T
 def plan_decode(
     tier: ResidentTier, batch: DecodeBatch, *, number: int, req_to_token: Tensor | None, singly: bool
 ) -> list[DecodePlan]:
-    """Plan the passes of a decode step and move the rows' windows on to it.
+    """Plan the passes of a decode step and advance the rows' windows to it.
 
     Args:
         tier: the resident tier.
         batch: the rows.
         number: number of the step.
-        req_to_token: SGLang's [rows, context] table of KV indices; None where only the device follows the pages.
-        singly: one pass for each of a row's tokens, as if those before it were committed; else one pass for all.
+        req_to_token: SGLang's [rows, context] table of KV indices; None where only the device looks up pages.
+        singly: True for one pass per token of a row, as if the tokens before it were committed; else one pass for all.
     """
     rows, generations, lengths, tokens, first = batch.rows, batch.generations, batch.lengths, batch.tokens, batch.first
     cold = []
     live = tier.rows.live(rows, generations)
     if first == 0:
-        live &= tier.rows.length[rows] < lengths  # what was looked ahead for a length does not serve it twice
+        live &= tier.rows.length[rows] < lengths  # blocks fetched ahead for one length do not serve a second step at it
     for entry in (~live).nonzero().flatten().tolist():
         row, length = int(rows[entry]), int(lengths[entry]) - 1
         tier.rows.claim(row, int(generations[entry]), length)
@@ -154,7 +154,7 @@ def plan_decode(
 
 
 def claim_rows(tier: ResidentTier, batch: PrefillBatch) -> list[PrefillRow]:
-    """Give the rows of an extend pass to those requests that decode next."""
+    """Plan the rows of an extend pass, and claim the rows of the requests that decode next."""
     requests = zip(batch.rows, batch.generations, batch.prefixes, batch.new_tokens, batch.last_chunks, strict=True)
     claimed = []
     start = 0

@@ -16,12 +16,12 @@ from sglang_oasis.tier.layout import TierLayout
 
 
 class Slots(NamedTuple):
-    """What the n entries of a step attend to in layers with K selected slots, on the device.
+    """The slots that the n entries of a step attend to, in layers with K selected slots; on the device.
 
     Attributes:
         rows: [n] int64.
         slots: [n, K+R] int32; token t of an entry is in slot `slots[i, t // B]`.
-        kv_lengths: [n] int32, tokens of each entry, the step's own included.
+        kv_lengths: [n] int32, tokens of each entry, including those of the step.
     """
 
     rows: Tensor
@@ -30,12 +30,12 @@ class Slots(NamedTuple):
 
 
 class HeadPages(NamedTuple):
-    """The same as a page table of single KV heads, as FlashInfer takes it; `b = n * H` sequences.
+    """`Slots` as a page table of single KV heads, in FlashInfer's format; `b = n * H` sequences.
 
     A page is a slot of one (row, head): number `(row * H + head) * (K + R) + slot`.
 
     Attributes:
-        indices: [b * (K+R) + 1] int32, pages of all sequences, one sequence after the other; the rest is arbitrary.
+        indices: [b * (K+R) + 1] int32, pages of the sequences, one sequence after another; the rest is arbitrary.
         last_page_len: [b] int32, tokens in each sequence's last page, 1 to B.
     """
 
@@ -49,7 +49,7 @@ class SlotTable:
     Args:
         layout: the tier layout.
         selected: K.
-        rows: [S] int64 on the device, rows of the pass's entries, which somebody else keeps up to date.
+        rows: [S] int64 on the device, rows of the pass's entries; the caller keeps them up to date.
     """
 
     def __init__(self, layout: TierLayout, selected: int, rows: Tensor) -> None:
@@ -62,7 +62,7 @@ class SlotTable:
         self._pages = torch.zeros(len(rows), dtype=torch.int32)
 
     def load(self, plan: DecodePlan) -> None:
-        """Copy a pass to the device without waiting for it; entries beyond the plan's become padding."""
+        """Copy a pass's slots to the device without waiting for it; entries beyond the plan's become padding."""
         count = len(plan.step.rows)
         packed = torch.empty(self._packed.shape, dtype=torch.int32, pin_memory=self._packed.is_cuda)
         _, slots, lengths = self._views(packed, plan.step.rows)
@@ -75,11 +75,11 @@ class SlotTable:
         self._packed.copy_(packed, non_blocking=True)
 
     def pages(self, count: int) -> Tensor:
-        """[count] int32 on the host, pages of each entry."""
+        """Return the number of pages of each entry: [count] int32 on the host."""
         return self._pages[:count]
 
     def first_entries(self, count: int) -> Slots:
-        """The first `count` entries, padding included."""
+        """Return the first `count` entries, padding included."""
         return Slots(*(field[:count] for field in self._slots))
 
     def flatten_heads(self, count: int, out: HeadPages) -> None:
@@ -99,5 +99,5 @@ class SlotTable:
         out.last_page_len.copy_(last[:, None].expand(count, heads).flatten())
 
     def _views(self, packed: Tensor, rows: Tensor) -> Slots:
-        """All lengths, then the slots of one entry after the other."""
+        """Return views into `packed`, which holds all lengths, then the slots of each entry in turn."""
         return Slots(rows, packed[self._max_rows :].view(-1, self._width), packed[: self._max_rows])

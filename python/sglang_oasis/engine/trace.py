@@ -15,7 +15,7 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 class SelectionTrace:
     """Writes one file per decode step, `step_00000001.pt`, that `torch.load` reads.
 
-    Its dict has `rids` (request ids), `rows` [n], `seq_lens` [n] (the decoding token included), `block_size`,
+    The file is a dict of `rids` (request ids), `rows` [n], `seq_lens` [n] (the decoding token included), `block_size`,
     `first_local_block` [n] (this block and later ones are local) and `selected` [layers, n, H, K] int32 (logical
     blocks attended besides the local ones, -1 = empty slot; layers with fewer slots are padded).
     """

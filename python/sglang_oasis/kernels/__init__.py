@@ -1,1 +1,1 @@
-"""Builds and launches the kernels, and puts them in the place of the ops' references."""
+"""Builds and launches the kernels, and registers them as implementations of the ops."""

@@ -1,6 +1,6 @@
 """Compiles kernels on the machine that uses them: once per version of sources, flags and tools, into a cache folder.
 
-What does not compile is remembered there too, so that not every process tries again.
+A failed build is recorded there too, so that other processes do not repeat it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from sglang_oasis.cpus import usable_cpus
 logger = logging.getLogger(__name__)
 
 BYTES = 100_000_000
-"""Room that a build takes, generously."""
+"""Upper bound on the bytes of disk space that a build takes."""
 PASSING = re.compile("No space left|Cannot allocate memory|memory exhausted|out of memory|Killed")
-"""What a compiler says when the machine was short of something; it may well succeed the next time."""
+"""Compiler messages about a lack of memory or disk space; such a build may succeed the next time."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a library is made of.
+    """How to build a library.
 
     Attributes:
         name: of the library.
-        title: what to call it in messages.
-        folders: all .cpp and .cu files of the first are compiled, and may include from the first and the others.
-        cflags, cuda_cflags, ldflags: of the C++ compiler, of nvcc and of the linker.
-        compiler: the program that must be there, perhaps with arguments.
-        environment: variables that are set while it is compiled.
+        title: name of the library in messages.
+        folders: all .cpp and .cu files of the first folder are compiled; all folders are searched for headers.
+        cflags, cuda_cflags, ldflags: flags of the C++ compiler, of nvcc and of the linker.
+        compiler: the program that must be installed, optionally with arguments.
+        environment: variables that are set during the build.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Recipe:
     environment: tuple[tuple[str, str], ...] = ()
 
     def key(self) -> str:
-        """Changes with everything that changes the library."""
+        """A key that changes whenever anything changes that affects the library."""
         digest = hashlib.sha256()
         flags = (*self.cflags, *self.cuda_cflags, *self.ldflags)
         variables = (f"{name}={value}" for name, value in self.environment)
@@ -67,10 +67,10 @@ class Recipe:
         return digest.hexdigest()[:16]
 
     def find_tools(self) -> list[Path]:
-        """The programs that compile it.
+        """Return the paths of the programs that compile the library.
 
         Raises:
-            RuntimeError: its compiler is not there.
+            RuntimeError: the compiler is not installed.
         """
         compiler, host_compiler = (_find(name) for name in (self.compiler, os.environ.get("CXX", "c++")))
         if compiler is None:
@@ -79,31 +79,31 @@ class Recipe:
 
 
 def _find(program: str) -> Path | None:
-    """A program, perhaps with arguments behind it, such as "ccache g++"."""
+    """Return the path of a program, which may be followed by arguments, as in "ccache g++"; None if it is absent."""
     found = shutil.which(program) or shutil.which(next(iter(program.split()), ""))
     return None if found is None else Path(found).resolve()
 
 
 def source_folder(part: str) -> Path:
-    """Sources of kernels, such as "csrc/cpu" or "triton": in the checkout, or where a wheel puts its data files."""
+    """Return a folder of kernel sources ("csrc/cpu", "triton"): in the checkout, or among a wheel's data files."""
     checkout = Path(__file__).resolve().parents[3] / "sgl-kernel-ext" / part
     return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "sglang-oasis" / part
 
 
 def build(recipe: Recipe) -> Path:
-    """Compile a library unless the cache has it.
+    """Compile a library unless it is in the cache.
 
-    A library that did not compile is not tried again before its sources, flags or compiler change.
+    A build that failed is not repeated before the sources, the flags or the compiler change.
 
     Returns:
         The shared library.
 
     Raises:
-        RuntimeError: it does not compile; the message is the compiler's.
-        CacheError: there is no room for it.
+        RuntimeError: the library does not compile; the message is that of the compiler.
+        CacheError: there is not enough disk space for it.
     """
     part, file = f"kernels/{recipe.key()}", f"{recipe.name}.so"
-    for place in places(part):  # also one that cannot be written
+    for place in places(part):  # also a folder that cannot be written
         if (place / file).exists():
             return place / file
     tools = recipe.find_tools()
@@ -112,7 +112,7 @@ def build(recipe: Recipe) -> Path:
     with FileLock(folder / "lock"):
         if not library.exists():  # another process may have built it meanwhile
             failure.repeat()
-            logger.warning("Building the %s into %s, once; takes up to a minute.", recipe.title, folder)
+            logger.warning("Building the %s once, into %s; this takes up to a minute.", recipe.title, folder)
             try:
                 os.replace(_compile(recipe, folder / "build"), library)
             except RuntimeError as error:
@@ -142,31 +142,31 @@ def _compile(recipe: Recipe, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a compiler said when it failed, kept beside the place of the library.
+    """The record of a failed build, kept beside the path of the library.
 
     Attributes:
-        file: where it is kept.
-        tools: the programs that compile; an updated one is another.
+        file: the file that holds the record.
+        tools: the programs that compile; the record becomes invalid when one of them is updated.
     """
 
     file: Path
     tools: list[Path]
 
     def repeat(self) -> None:
-        """Fail as the last time.
+        """Raise the recorded error again, if there is one for these tools.
 
         Raises:
-            RuntimeError: this compiler has failed.
+            RuntimeError: the build has failed before with these tools.
         """
         try:
             kept = json.loads(self.file.read_text())
         except (OSError, ValueError):
             return
         if kept["tools"] == self._versions():
-            raise RuntimeError(f"{kept['message']} (not tried again; delete {self.file} to do so)")
+            raise RuntimeError(f"{kept['message']} (not tried again; delete {self.file} to try again)")
 
     def remember(self, error: Exception) -> None:
-        """Keep what is wrong, unless the machine was only short of something."""
+        """Record the error, unless the cause was a temporary lack of memory or disk space."""
         if not PASSING.search(str(error)):
             self.file.write_text(json.dumps({"tools": self._versions(), "message": reason(error)}))
 
@@ -176,14 +176,14 @@ class Failure:
 
 
 def reason(error: Exception) -> str:
-    """The line of a compiler's message that says what is wrong, without a full stop."""
+    """Return the line of a compiler's message that names the error, without a full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[-1]).rstrip(".")
 
 
 @contextlib.contextmanager
 def _environment(recipe: Recipe) -> Iterator[None]:
-    """The recipe's variables, and the environment's ninja even when the environment is not activated."""
+    """Set the recipe's variables, and put the Python environment's ninja on PATH even if it is not activated."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     jobs = os.environ.get("MAX_JOBS", str(usable_cpus()))
     variables = {**dict(recipe.environment), "PATH": path, "MAX_JOBS": jobs}
@@ -201,7 +201,7 @@ def _environment(recipe: Recipe) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _escaped_paths() -> Iterator[None]:
-    """Let tvm_ffi 0.1 put its own paths into ninja's commands such that a space does not end them."""
+    """Make tvm_ffi 0.1 escape spaces in the paths that it writes into ninja's commands."""
     from tvm_ffi.cpp import extension
 
     finders = {name: getattr(extension, name) for name in dir(extension) if name.startswith("find_")}
@@ -215,10 +215,10 @@ def _escaped_paths() -> Iterator[None]:
 
 
 def _for_ninja(path: Path) -> str:
-    """A file among the inputs of a rule."""
+    """Escape the path of a file for the inputs of a ninja rule."""
     return re.sub(r"([$ ])", r"$\1", str(path.resolve()))
 
 
 def _for_shell(path: str) -> str:
-    """A part of a command, with nothing around it that quotes would be in the way of."""
+    """Escape a path within a part of a shell command, where quotes cannot be put around the whole part."""
     return re.sub(r"([^\w/.,:=@%+-])", r"\\\1", path).replace("$", "$$")

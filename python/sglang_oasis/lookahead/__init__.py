@@ -1,1 +1,1 @@
-"""What to keep resident and when to fetch it: selectors, capped eviction, the background pipeline. No memory layout."""
+"""Decides what is resident and when it is fetched: selectors, capped eviction, pipelines. Knows no memory layout."""

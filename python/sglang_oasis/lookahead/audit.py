@@ -1,8 +1,8 @@
-"""Online audit: how much of what attention would have read was resident, from the full keys in host memory.
+"""Online audit: measures, from the full keys in host memory, how much of what attention needs was resident.
 
-The prediction cannot tell how good it is; the pool of record can. Every N steps one row is looked at in a few layers,
-in a thread of its own that runs on idle cores only: which blocks the true query weighs most, and what part of its
-attention the working set covered. One audit at a time: while the thread is busy, none is begun.
+A prediction cannot measure its own quality, but the host pool holds all keys. Every N steps, a thread that runs on idle
+cores only examines one row in a few layers: which blocks have the most attention mass of the true query, and which
+share of that mass the working set covered. Only one audit runs at a time; while it runs, no other begins.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 LAYERS_PER_AUDIT = 2
 POOR_MASS = 0.9
-"""Attention mass below which a layer's working set is worth a line in the log."""
+"""Attention mass below which a layer's working set causes a log message."""
 MEMORY = 16
-"""Audits of a layer that its running mean remembers."""
+"""Number of audits over which a layer's running mean extends."""
 
 
 class Recall(NamedTuple):
-    """What one audit of one layer found, the mean over its KV heads.
+    """The result of one audit of one layer, as means over its KV heads.
 
     Attributes:
         agreement: share of the K blocks with the most attention mass that were resident.
@@ -53,9 +53,9 @@ def measure_recall(
     Args:
         query: [H * G, D].
         keys: [blocks, H, B, D], all of the row's blocks.
-        length: tokens of the row; what lies behind them is ignored.
+        length: tokens of the row; keys after them are ignored.
         resident: [H, K] int, logical blocks that were selected.
-        first_local: this block and those behind it were local.
+        first_local: first block that was local; all later blocks were local, too.
         scale: softmax scale.
     """
     blocks, heads, size, dim = keys.shape
@@ -73,7 +73,7 @@ def measure_recall(
 
 @dataclass
 class LayerRecall:
-    """Running means of a layer's audits, the newest weighing most.
+    """Running means of a layer's audits, in which newer audits weigh more.
 
     Attributes:
         agreement, mass: see `Recall`; None before the first audit.
@@ -93,7 +93,7 @@ class LayerRecall:
 
 
 class _Look(NamedTuple):
-    """What to look at in one layer: see `measure_recall`, and whose pages these are."""
+    """What to measure in one layer: the arguments of `measure_recall`, and the row that the pages belong to."""
 
     layer: int
     row: int
@@ -107,14 +107,14 @@ class _Look(NamedTuple):
 
 @dataclass
 class Audit:
-    """Looks at a sampled row every `interval` steps.
+    """Audits a sampled row every `interval` steps.
 
     Attributes:
         tier, host: the tiers.
         interval: least steps between two audits.
         pages_of: (row, number of blocks) -> [blocks] int64 host pages of the row's first blocks, as they are now.
-        layers: what was found, per layer.
-        audits: rows looked at, to the end.
+        layers: running means, per layer.
+        audits: number of finished audits.
     """
 
     tier: ResidentTier
@@ -137,7 +137,7 @@ class Audit:
         self._looks: list[_Look] = []
 
     def begin(self, step: DecodeStep) -> None:
-        """A decode step begins; choose what of it to look at."""
+        """Choose the row and the layers to audit in a decode step that begins."""
         self._sampled, self._looks, self._step = set(), [], step
         self._steps += 1
         if self._steps % self.interval or self._busy():
@@ -151,7 +151,7 @@ class Audit:
             self._sampled = set(self._random.sample(sparse, min(LAYERS_PER_AUDIT, len(sparse))))
 
     def observe(self, layer: int, step: DecodeStep, query: Tensor, scale: float) -> None:
-        """A layer is about to attend to its resident set; with policy `auto`, to fetch first what it misses.
+        """Record the resident set of a layer before it attends; with policy `auto`, before missing blocks are fetched.
 
         Args:
             layer: layer of this rank.
@@ -178,12 +178,12 @@ class Audit:
             self._running = self._thread.submit(self._run, self._looks)
 
     def is_poor(self, layer: int) -> bool:
-        """Whether the layer's working set covers too little of the attention, before misses are fetched."""
+        """Whether the layer's working set covers too little attention mass, before missing blocks are fetched."""
         mass = self.layers[layer].mass
         return mass is not None and mass < POOR_MASS
 
     def statistics(self) -> dict[str, Any]:
-        """Per layer, None where nothing was looked at yet, and the means over the layers that were."""
+        """Return figures per layer, None for a layer without audits, and means over the audited layers."""
         seen = [layer for layer in self.layers if layer.mass is not None and layer.agreement is not None]
         return {
             "audits": self.audits,
@@ -195,7 +195,7 @@ class Audit:
         }
 
     def close(self) -> None:
-        """End the thread, when what it has begun is done."""
+        """End the thread after the audit that it is running."""
         self._thread.shutdown()
 
     def _busy(self) -> bool:
@@ -209,11 +209,11 @@ class Audit:
             if type(error) not in self._failures:
                 self._failures.add(type(error))
                 logger.exception(
-                    "Lookahead KV: an audit failed; decoding goes on, further failures like it are silent."
+                    "Lookahead KV: an audit failed; decoding continues, and further failures are not logged."
                 )
 
     def _look(self, look: _Look) -> bool:
-        """Measure one layer; False when the pages may have changed hands meanwhile."""
+        """Measure one layer; False if the pages may have been given to another request meanwhile."""
         keys = self.host.kv[look.layer][look.pages, :, 0]
         window = look.window
         found = measure_recall(look.query.cpu(), keys, window.length, look.resident, window.first_local, look.scale)
@@ -233,13 +233,13 @@ class Audit:
         return True
 
     def _still_owns(self, look: _Look) -> bool:
-        """Whether the row is still the same request's, and on the same pages: the prefix cache may have swapped one."""
+        """Whether the row still belongs to the same request and has the same pages; the prefix cache may swap one."""
         same = int(self.tier.rows.generation[look.row]) == look.generation
         return same and torch.equal(self.pages_of(look.row, len(look.pages)), look.pages)
 
 
 def _take_what_is_left() -> None:
-    """Let the calling thread use one core, and only while nobody else wants it."""
+    """Limit the calling thread to one core, and to time in which no other thread wants that core."""
     torch.set_num_threads(1)
     if hasattr(os, "SCHED_IDLE"):  # Linux, where 0 is the calling thread
         with contextlib.suppress(OSError):

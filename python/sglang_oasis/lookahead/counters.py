@@ -1,4 +1,4 @@
-"""Counters of the controller; the pipeline keeps its own."""
+"""Counters of an engine; the pipeline has counters of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks a step may fetch ahead: a fixed share of the budget, or what the link moves and the rows need.
+"""How many blocks a step may fetch ahead: a fixed share of the budget, or what the link can move and the rows need.
 
 OasisKV (Eq. 3) bounds a step's fetch by what the link moves while the step computes, B_link * T_decode. Both are
 measured: the rate in the pipeline's transfer stage, the time between two steps.
@@ -15,29 +15,29 @@ from sglang_oasis.lookahead.pipelines.base import PipelineStatistics
 from sglang_oasis.tier.layout import fetch_cap
 
 LINK_SHARE = 0.5
-"""Part of a step that transfers may take; prediction and selection run in the same threads."""
+"""Share of a step that transfers may take; prediction and selection run in the same threads."""
 STALLED = 0.02
-"""Part of a step that waiting for the link may take before the cap shrinks."""
+"""Share of a step that waiting for the link may take before the cap shrinks."""
 STALE = 0.01
-"""Part of the selected blocks that may be missing before the cap grows."""
+"""Share of the selected blocks that may be missing before the cap grows."""
 LONGEST = 2.0
-"""A step counts as so many times the mean at most: longer ones waited for a prefill, or for a request."""
+"""The time of a step is limited to this multiple of the mean: longer steps waited for a prefill or a request."""
 MEMORY = 8
-"""Steps that the running means of rate and time remember."""
+"""Number of steps over which the running means of rate and time extend."""
 
 
 class FetchCap(Protocol):
-    """C, most blocks admitted per KV head, layer and step."""
+    """Gives C, the largest number of blocks admitted per KV head, layer and step."""
 
     def begin_step(self, rows: int) -> None:
-        """A decode step begins in which so many rows exceed the budget."""
+        """Note that a decode step begins in which `rows` rows exceed the budget."""
 
     def blocks(self, selected: int) -> int:
-        """C in a layer with `selected` slots K, 1 to K."""
+        """Return C, between 1 and K, for a layer with K = `selected` slots."""
 
 
 class FixedCap:
-    """A share of the selected blocks.
+    """A cap that is a fixed share of the selected blocks.
 
     Args:
         ratio: the share, in (0, 1].
@@ -54,17 +54,17 @@ class FixedCap:
 
 
 class AdaptiveCap:
-    """Grows while blocks are missing, as far as the link allows, and shrinks when layers wait for it.
+    """A cap that grows while blocks are missing, as far as the link allows, and shrinks when layers wait for the link.
 
-    The link is shared: while few heads miss blocks, after a change of topic in one row, these may fetch more.
+    All heads share the link: while few heads miss blocks, as after a change of topic in one row, these may fetch more.
 
     Args:
-        statistics: of the pipeline, sums since start-up.
+        statistics: returns the pipeline's sums since start-up.
         selected: K.
         heads: KV heads of a row, over all layers in which it may exceed the budget.
-        chunk_bytes: of a block of one KV head and layer.
-        threads: of the pipeline; each moves blocks at the rate that its transfers show.
-        clock: seconds.
+        chunk_bytes: bytes of a block of one KV head and layer.
+        threads: number of pipeline threads; each moves blocks at the rate measured in its transfers.
+        clock: returns a time in seconds.
     """
 
     def __init__(
@@ -84,20 +84,20 @@ class AdaptiveCap:
         self._clock = clock
         self._needed = self._least = float(fetch_cap(DEFAULT_FETCH_RATIO, selected))
         self._share = LINK_SHARE
-        self._used = 1.0  # part of the cap that is fetched, the mean over heads; rises at once and sinks slowly
-        self._heads = 0  # of the step at hand, over its rows
+        self._used = 1.0  # share of the cap that is fetched, mean over heads; rises immediately, falls slowly
+        self._heads = 0  # in the current step, over its rows
         self._step_seconds: float | None = None
         self._link_rate: float | None = None
         self._last, self._last_time = statistics(), clock()
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """Measured rate of one thread's transfers, None before the first."""
+        """Measured rate of one thread's transfers in bytes per second; None before the first transfer."""
         return self._link_rate
 
     def begin_step(self, rows: int) -> None:
         now, found = self._clock(), self._statistics()
-        if self._heads and now > self._last_time:  # the step that ends here had something to fetch
+        if self._heads and now > self._last_time:  # the step that ends here had blocks to fetch
             self._learn(now - self._last_time, self._last, found)
         self._heads, self._last, self._last_time = rows * self._heads_per_row, found, now
 
@@ -105,7 +105,7 @@ class AdaptiveCap:
         return max(1, min(int(self._needed), self._affordable(), selected))
 
     def _affordable(self) -> int:
-        """The cap with which the heads together fetch what the link moves in its share of a step."""
+        """Return the cap with which all heads together fetch as much as the link moves in its share of a step."""
         if self._link_rate is None or self._step_seconds is None or not self._heads or not self._used:
             return self._selected
         blocks = self._link_rate * self._threads * self._step_seconds * self._share / self._chunk_bytes
@@ -119,17 +119,17 @@ class AdaptiveCap:
         if fetched and transfer > 0:
             self._link_rate = _mean(self._link_rate, fetched * self._chunk_bytes / transfer)
         waited = after.stall_seconds - before.stall_seconds
-        # A step that waits for the link must not seem to leave it more time, nor one that came after a pause.
+        # Waiting for the link, or a pause before the step, must not count as time that the link may use.
         computed = max(0.0, seconds - waited)
         if self._step_seconds is not None:
             computed = min(computed, LONGEST * self._step_seconds)
         self._step_seconds = _mean(self._step_seconds, computed)
-        # Of a task that begins late, for want of a core, a layer waits for all stages; the link has a part in one.
+        # If a task began late because no core was free, a layer waits for all its stages; only one of them is the link.
         busy = sum(stages.values())
         stalled = waited / (computed + waited) * transfer / busy if busy else 0.0
         if stalled <= STALLED:
             self._share = min(LINK_SHARE, self._share * 1.1)
-        elif self._affordable() > 1:  # less would not shrink the cap, but take long to grow again
+        elif self._affordable() > 1:  # at 1 the cap cannot shrink, and a smaller share would grow back slowly
             self._share /= 2
         missing = (after.deferred - before.deferred) / self._heads / self._selected
         if missing > STALE:

@@ -1,4 +1,4 @@
-"""The decisions that a host and a device share: which rows exceed the budget, and how marks are numbered."""
+"""The decisions that both engines share: which rows exceed the budget, and how marks are numbered."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.window import Windows
 
 URGENT, AHEAD = 0, 1
-"""The two kinds of task: what a step fetches for itself, before attention, and what it predicts for the next."""
+"""The two kinds of task: a step's fetches for itself, before attention, and its predictions for the next step."""
 
 
 def mark(step_number: int, kind: int) -> int:
-    """With which a step's tasks mark blocks as selected: those that it fetches first, then those that it predicts."""
+    """Return the mark of the blocks that a task of a step selects; urgent marks are smaller than predicted ones."""
     return 2 * step_number + kind
 
 
 def urgent_candidates(step: DecodeStep, layout: TierLayout) -> Tensor:
-    """[n] int64, blocks that may be selected for this very step in each row that exceeds the budget, 0 in others.
+    """Return how many blocks may be selected for this step: [n] int64, 0 for rows that fit the budget.
 
-    A row also counts that will not fit with the drafts it may have: it may be back from where it did not fit.
+    A row that would exceed the budget with all its drafts counts, too: rejected drafts may have taken it below again.
     """
     return _selectable(step.windows, step.windows.later(layout.draft_tokens), layout)
 
 
 def ahead_candidates(step: DecodeStep, layout: TierLayout, *, moves_on: bool = True) -> Tensor:
-    """[n] int64, blocks that may be selected for the next step in each row that exceeds the budget, 0 in others.
+    """Return how many blocks may be selected for the next step: [n] int64, 0 for rows that fit the budget.
 
     Args:
         step: the step.
         layout: the tier layout.
-        moves_on: False where the next step may serve a row at the length of this one, as a draft model's do.
+        moves_on: False where the next step may serve a row at the same length, as steps of a draft model do.
     """
     windows = step.windows.next if moves_on else step.windows
     return _selectable(windows, windows, layout)

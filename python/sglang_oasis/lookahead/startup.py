@@ -1,4 +1,4 @@
-"""A row's first resident set: what its last prompt queries select, so that decode does not start cold."""
+"""A row's first resident set: the blocks that its last prompt queries select, so that decode does not start cold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_oasis.tier.resident_tier import ResidentLayer
 from sglang_oasis.tier.window import Window
 
 STARTUP_QUERIES = 16
-"""Last prompt queries that choose a row's first resident set."""
+"""Number of last prompt queries that choose a row's first resident set."""
 
 
 def build_row(
@@ -24,7 +24,7 @@ def build_row(
     pages: Tensor,
     rank: Callable[[int], Tensor] | None,
 ) -> int:
-    """Fill a row of a layer from pages; whatever the row held is gone, but its summaries, which are there already.
+    """Fill a row of a layer from pages, replacing its blocks; its summaries must be complete and are kept.
 
     Args:
         resident: the layer.
@@ -32,9 +32,9 @@ def build_row(
         row: the row.
         window: its window; all its tokens are in the pages.
         kv: [X, H, 2, B, D], the host pool, or pages that are staged on the device.
-        pages: [open_block + 1] int64 where `kv` is, page of each logical block of the row.
-        rank: scores blocks [0, n) for the last prompt queries, [H, >= n] float32; None where no query is at hand:
-            the row then starts from its sinks and its newest blocks.
+        pages: [open_block + 1] int64 on the device of `kv`, page of each logical block of the row.
+        rank: returns the scores of blocks [0, n) for the last prompt queries, [H, >= n] float32; None if there is no
+            query: the row then starts from its sinks and its newest blocks.
 
     Returns:
         Number of blocks loaded, over all KV heads.

@@ -32,18 +32,18 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A batch of rows that decode m tokens each: a committed one and drafts behind it, or drafts alone.
+    """A batch of rows that decode m tokens each: a committed token and the drafts after it, or drafts alone.
 
     Attributes:
         number: steps are numbered from 1.
         rows: [n] int64.
         before: the rows' windows before this step.
-        windows: the rows' windows in this step: drafts do not move them.
-        pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block; no
-            blocks where only the device follows the pages.
+        windows: the rows' windows in this step, which drafts do not move.
+        pages: [n, blocks] int32 on the host, host page of each logical block, arbitrary beyond a row's open block; has
+            no blocks where only the device looks up pages.
         tokens: m.
-        first: how far the first of the m tokens is from the newest committed one; 0 when it is that one.
-        completes: False when the windows moved over tokens that may still be rejected; no summary is built from them.
+        first: distance of the first of the m tokens from the newest committed token; 0 when it is that token.
+        completes: False if the windows moved over tokens that may still be rejected; no summaries are built then.
     """
 
     number: int
@@ -57,7 +57,7 @@ class DecodeStep:
     _places: dict[int, Tensor] = field(default_factory=dict)
 
     def singly(self) -> list[DecodeStep]:
-        """A step for each of the m tokens, as if all tokens before it were committed; each has a number of its own."""
+        """Return a step for each of the m tokens, as if the tokens before were committed; each has its own number."""
         windows = [self.windows.later(self.first + i) for i in range(self.tokens)]
         befores = [self.before, *windows]
         return [
@@ -67,7 +67,7 @@ class DecodeStep:
 
     @property
     def last(self) -> Windows:
-        """The windows, if all tokens of the step were committed."""
+        """The rows' windows if all tokens of the step were committed."""
         return self.windows.later(self.first + self.tokens - 1)
 
     @cached_property
@@ -76,7 +76,7 @@ class DecodeStep:
         return self.rows if self.tokens == 1 else self.rows.repeat_interleave(self.tokens)
 
     def places(self, layer: ResidentLayer) -> Tensor:
-        """[n * m] int64, slot * B + offset of each token in the layer's local slots."""
+        """Return the place (slot * B + offset) of each token in the layer's local slots: [n * m] int64."""
         key = layer.selected
         if key not in self._places:
             size = self.windows.block_size
@@ -101,7 +101,7 @@ class DecodeStep:
         """[n] int64, block of each row that this step's drafts complete, if they are accepted, or -1."""
         committed = (self.windows if self.completes else self.before).complete_blocks
         if self.first > 0:
-            return _passed(committed, committed)  # drafts that are written again before they are verified
+            return _passed(committed, committed)  # these drafts are written again before they are verified
         return _passed(committed, self.last.complete_blocks)
 
     @cached_property
@@ -123,5 +123,5 @@ class DecodeStep:
 
 
 def _passed(before: Tensor, after: Tensor) -> Tensor:
-    """[n], block that a boundary passed, or -1; a step commits B tokens at most and moves it by one block at most."""
+    """Return the block that a boundary passed, or -1: [n]. A step commits at most B tokens: it passes at most one."""
     return torch.where(after > before, before, -1)

@@ -1,4 +1,4 @@
-"""What a decode step knows about its rows, packed for the device: fixed addresses, fixed shapes, one copy per step."""
+"""The table of a decode step, packed for the device: fixed addresses, fixed shapes, one copy per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_oasis.ops.device_step import StepTable
 from sglang_oasis.tier.layout import TierLayout
 
 PADDING_ROW, PADDING_LENGTH = 0, 1
-"""An entry that pads a batch decodes the first token of SGLang's dummy row."""
+"""The values of a padding entry, which decodes the first token of SGLang's dummy row."""
 
 NO_BLOCK = -1
 
@@ -33,12 +33,12 @@ _FIELDS = HostTable._fields
 
 
 def tabulate(step: DecodeStep, layout: TierLayout, *, fetches: bool) -> HostTable:
-    """What the device needs to know about a step.
+    """Return what the device needs to know about a step.
 
     Args:
         step: the step.
         layout: the tier layout.
-        fetches: misses are fetched before attention, and nothing is predicted; else the other way round.
+        fetches: True if missing blocks are fetched before attention and nothing is predicted; else the reverse.
     """
     none = torch.zeros_like(step.rows)
     urgent = urgent_candidates(step, layout) if fetches else none
@@ -48,7 +48,7 @@ def tabulate(step: DecodeStep, layout: TierLayout, *, fetches: bool) -> HostTabl
 
 
 class DeviceTables:
-    """The tables of the step at hand and of the one before, at addresses that a graph can be captured with.
+    """The tables of the current and the previous step, at fixed addresses, so that a graph can be captured with them.
 
     Args:
         max_rows: most entries of a step.
@@ -68,21 +68,21 @@ class DeviceTables:
         )
 
     def advance(self) -> None:
-        """The step at hand becomes the one before."""
+        """Make the current step the previous one."""
         for current, previous in (self._packed, self._rows):
             previous.copy_(current)
 
     def forget_previous(self) -> None:
-        """Nothing is left to be done for the step before."""
+        """Note that the previous step has no postponed tasks left."""
         self.previous.candidates.zero_()
 
     def load(self, rows: Tensor, table: HostTable, number: int) -> None:
-        """Copy a step to the device, without waiting for it.
+        """Copy a step's table to the device, without waiting for it.
 
         Args:
             rows: [n] int64, on any device.
             table: [n] on the host; entries from n on become padding.
-            number: of the step.
+            number: number of the step.
         """
         packed, count = _empty_table(self.max_rows, pin=self._packed[0].is_cuda), len(table.lengths)
         for place, field in enumerate(_FIELDS):
@@ -94,7 +94,7 @@ class DeviceTables:
 
 
 def first_entries(table: StepTable, count: int) -> StepTable:
-    """The first `count` entries."""
+    """Return the first `count` entries of a table."""
     return table._replace(**{name: field[:count] for name, field in table._asdict().items() if name != "number"})
 
 

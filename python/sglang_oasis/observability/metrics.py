@@ -16,7 +16,7 @@ INTERVAL = 1.0
 
 
 class MetricsExporter:
-    """Publishes statistics; create it in the scheduler process.
+    """Publishes statistics to Prometheus; must be created in the scheduler process.
 
     Args:
         labels: label name -> value, the same for every metric.
@@ -29,11 +29,11 @@ class MetricsExporter:
         self._last = float("-inf")
 
     def due(self) -> bool:
-        """Whether the last publication is INTERVAL old."""
+        """Whether the last publication is at least INTERVAL seconds old."""
         return time.monotonic() - self._last >= INTERVAL
 
     def publish(self, statistics: dict[str, Any]) -> None:
-        """Bring the metrics up to the statistics of this rank."""
+        """Update the metrics with the statistics of this rank."""
         self._last = time.monotonic()
         for name, value in _counters(statistics):
             self._metric("Counter", name).inc(value - self._published.get(name, 0))

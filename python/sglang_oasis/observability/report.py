@@ -1,4 +1,4 @@
-"""The start-up summary and the statistics, both read off an engine's snapshot."""
+"""The start-up summary and the statistics of an engine, both made from its snapshot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_oasis.engine.base import Snapshot
 
 
 def start_up_summary(snapshot: Snapshot, compute_dtype: torch.dtype) -> str:
-    """One block that a human can check, logged when the tiers are built.
+    """Return the text that is logged when the tiers are built, in which a user can check the settings.
 
     Args:
-        snapshot: of the engine.
-        compute_dtype: of weights and activations; K and V may be kept in another.
+        snapshot: counts and sizes of the engine.
+        compute_dtype: dtype of weights and activations; K and V may be stored in another dtype.
     """
     config, layout = snapshot.config, snapshot.layout
     ratio = "adaptive" if config.fetch_ratio is None else f"ratio {config.fetch_ratio}"
@@ -43,11 +43,11 @@ def start_up_summary(snapshot: Snapshot, compute_dtype: torch.dtype) -> str:
 
 
 def statistics(snapshot: Snapshot, capacity: int, free: int) -> dict[str, Any]:
-    """What `/lookahead_kv/stats` reports for one rank; see docs/observability.md for every field.
+    """Return what `/lookahead_kv/stats` reports for one rank; docs/observability.md explains every field.
 
     Args:
-        snapshot: of the engine.
-        capacity, free: tokens of the host pool; what is not free is held by requests or by the prefix cache.
+        snapshot: counts and sizes of the engine.
+        capacity, free: tokens of the host pool, in all and free; requests and the prefix cache hold the others.
     """
     layout, counters, pipeline = snapshot.layout, snapshot.counters, snapshot.pipeline
     return {

@@ -1,1 +1,1 @@
-"""Typed faces of the kernels: each op has a plain-torch reference and may have one implementation per device."""
+"""Typed interfaces of the kernels: each op has a plain-torch reference and may have one implementation per device."""

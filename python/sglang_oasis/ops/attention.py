@@ -18,14 +18,14 @@ def paged_attention(
     query_starts: Tensor,
     scale: float,
 ) -> Tensor:
-    """Sequences attend to their slots, exactly and causally; every KV head of a sequence uses the same slots.
+    """Return the exact, causal attention of sequences to their slots; all KV heads of a sequence use the same slots.
 
-    The last tokens of a sequence are its query tokens. They are never padded to the tokens before them, and a slot is
+    The last tokens of a sequence are its query tokens; queries are not padded to the sequence's length, and a slot is
     read once for the whole group of query heads. Memory of a slot beyond `kv_lengths` is never read.
 
     Args:
         query: [T, H*G, D], the group of KV head h is heads h*G .. h*G+G-1.
-        blocks: [S, H, P, 2, B, D], slots of each row; or [N, H, 2, B, D], pages, which are the slots of every row.
+        blocks: [S, H, P, 2, B, D], slots of each row; or [N, H, 2, B, D], pages, which serve as slots of every row.
         rows: [n] int64, rows of `blocks`; not used with pages.
         slots: [n, W] int32; token t of sequence i is in slot `slots[i, t // B]`.
         kv_lengths: [n] int32, tokens of each sequence, its query tokens included.
@@ -51,7 +51,7 @@ def paged_attention(
 
 
 def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """The last M of T tokens: query [H*G, M, D], keys and values [H, T, D] -> [H*G, M, D]."""
+    """Attend with the last M of T tokens: query [H*G, M, D], keys and values [H, T, D] -> [H*G, M, D]."""
     query_heads, tokens, head_dim = query.shape
     kv_heads, length, _ = keys.shape
     group, prefix = query_heads // kv_heads, length - tokens
@@ -68,7 +68,7 @@ def _attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """query [H, M, D], keys and values [H, T, D] -> out [H, M, D], float32 lse [H, M] (natural logarithm)."""
+    """Attend: query [H, M, D], keys and values [H, T, D] -> out [H, M, D], float32 lse [H, M] (natural logarithm)."""
     if query.device.type == "cpu" and causal:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal, scale=scale

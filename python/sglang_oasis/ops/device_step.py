@@ -1,9 +1,9 @@
-"""The ops of a decode step that a device drives alone: every index is a tensor, nothing comes back to the host.
+"""The ops of a decode step that a device runs without the host: every index is a tensor, and no result is copied back.
 
-The references say what an op does, in loops over entries and heads; `kernels/triton/` has the device's versions.
-Shapes: S rows, of which row 0 is padding that several entries may name at once, H KV heads, G query heads per KV head,
+The references define what an op does, in loops over entries and heads; `kernels/triton/` has the device's versions.
+Shapes: S rows, of which row 0 is padding, which several entries may share, H KV heads, G query heads per KV head,
 D head dimension, B tokens per block, K selected and R local slots, N logical blocks per row, n batch entries, m tokens
-per entry, C admission width. Contents are trusted: rows, slots, blocks and pages must be in range.
+per entry, C admission width. Contents are not checked: rows, slots, blocks and pages must be in range.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sglang_oasis.ops.summary import SummaryFormat, block_scores, summarise
 from sglang_oasis.ops.tokens import store_tokens
 
 HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 256
-"""Head sizes of the device's kernels."""
+"""The device's kernels support head sizes that are multiples of the first number, up to the second."""
 
 
 def serves(head_dim: int) -> bool:
-    """Whether a device's kernels can work on heads of this size; the references would wait for the device."""
+    """Whether a device's kernels support this head size; the references cannot replace them, as they synchronise."""
     return head_dim % HEAD_DIM_STEP == 0 and head_dim <= HEAD_DIM_MOST
 
 
@@ -34,13 +34,13 @@ class StepTable(NamedTuple):
 
     Attributes:
         rows: [n] int64, SGLang's req_pool_indices.
-        lengths: committed tokens, the newest included, at least 1.
+        lengths: committed tokens, including the newest, at least 1.
         graduates: logical block that leaves the local slots in this step, or -1.
-        completed: logical block whose tokens are now all committed, or -1; it still lies in its local slot.
+        completed: logical block whose tokens are now all committed, or -1; it is still in its local slot.
         expected: logical block that this step's drafts complete if they are accepted, or -1.
         urgent: selectable blocks in this step, for entries that exceed their budget, else 0.
         candidates: selectable blocks in the next step, for entries that will exceed it, else 0.
-        number: [1], of the step; urgent fetches mark blocks with 2 * number, predictions with 2 * number + 1.
+        number: [1], number of the step; urgent fetches mark blocks with 2 * number, predictions with 2 * number + 1.
     """
 
     rows: Tensor
@@ -54,15 +54,15 @@ class StepTable(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """One layer of both tiers.
+    """The tensors of both tiers that belong to one layer.
 
     Attributes:
         blocks: [S, H, K+R, 2, B, D].
-        maps: of the selected slots.
+        maps: maps of the selected slots.
         summaries: [S, H, N, Rec] uint8.
         averages: [S, H, N] float32, average scores; None where scores are not smoothed.
-        host_kv: [pages, H, 2, B, D], host memory that the device reaches by address.
-        host_summaries: [pages, H, Rec] uint8, likewise.
+        host_kv: [pages, H, 2, B, D], host memory that the device can access by address.
+        host_summaries: [pages, H, Rec] uint8, the same kind of memory.
         req_to_token: [S, context] int32, KV index of each token of a row.
     """
 
@@ -80,8 +80,8 @@ class NewTokens(NamedTuple):
 
     Attributes:
         indices: [n * m] int64, KV indices.
-        keys, values: [n * m, H, D], converted on storing; any strides, the last dimension contiguous.
-        first: how far the first of a row's m tokens is from its newest committed one.
+        keys, values: [n * m, H, D], converted when stored; any strides, but the last dimension is contiguous.
+        first: distance of the first of a row's m tokens from its newest committed token.
     """
 
     indices: Tensor
@@ -95,7 +95,7 @@ class Among(NamedTuple):
 
     Attributes:
         rows: [n] int64.
-        candidates: [n] int32, blocks [0, candidates) of each row; an entry without candidates costs nothing.
+        candidates: [n] int32, blocks [0, candidates) of each row; an entry with 0 candidates takes no time.
     """
 
     rows: Tensor
@@ -110,7 +110,7 @@ class Ranking(NamedTuple):
         scale: softmax scale of the attention.
         tightness: factor of the half range, see `block_scores`.
         decay: weight of the past in the average scores.
-        sinks: the first so many candidates come before all others.
+        sinks: number of first blocks that rank before all others.
         escape: see `smooth_scores`.
     """
 
@@ -123,10 +123,10 @@ class Ranking(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """With which blocks are marked as selected: 2 * number + offset.
+    """The mark of selected blocks: 2 * number + offset.
 
     Attributes:
-        number: [1] int32, of the step.
+        number: [1] int32, number of the step.
         offset: `URGENT` or `AHEAD`.
     """
 
@@ -135,24 +135,24 @@ class Mark(NamedTuple):
 
     @property
     def value(self) -> int:
-        """Waits for the device."""
+        """Return the mark as a number; waits for the device."""
         return 2 * int(self.number) + self.offset
 
 
 class DeviceAdmissions(NamedTuple):
-    """Blocks to load and over which slots, [n, H, C] int32 each; -1 from the first one that is unused."""
+    """Blocks to load and the slots to overwrite, [n, H, C] int32 each; -1 from the first unused entry on."""
 
     blocks: Tensor
     slots: Tensor
 
 
 class Admitting(NamedTuple):
-    """How much may be admitted, and where it is written.
+    """How many blocks may be admitted, and where the admissions are written.
 
     Attributes:
-        cap: [1] int32, most blocks admitted per (entry, head), besides C.
-        admissions: written everywhere.
-        counters: [2] int64, blocks admitted and blocks deferred are added to them.
+        cap: [1] int32, most blocks admitted per (entry, head); C is another limit.
+        admissions: output; every element is written.
+        counters: [2] int64, to which the numbers of admitted and of deferred blocks are added.
     """
 
     cap: Tensor
@@ -162,16 +162,16 @@ class Admitting(NamedTuple):
 
 @device_op
 def take_tokens(layer: LayerState, table: StepTable, tokens: NewTokens, fmt: SummaryFormat) -> None:
-    """Take the step's new tokens into both tiers.
+    """Store the step's new tokens in both tiers.
 
-    In this order, per entry and head: the block that graduates is copied from its local slot to the selected slot of
-    its own number, where there is one, and marked with 2 * number - 1; the m tokens' K and V are stored in their host
-    pages and local slots; the completed block is summarised for row and host; the expected one for the host only.
+    In this order, per entry and head: the block that graduates is copied from its local slot to the selected slot with
+    the block's number, if it exists, and marked with 2 * number - 1; K and V of the m tokens are stored in host pages
+    and local slots; the completed block is summarised for row and host, the expected block for the host only.
 
     Args:
-        layer: written.
-        table: of the step.
-        tokens: the new ones.
+        layer: tensors of the layer; written.
+        table: table of the step.
+        tokens: the new tokens.
         fmt: how summaries are stored.
     """
     blocks, maps, summaries, _, host_kv, host_summaries, req_to_token = layer
@@ -205,7 +205,7 @@ def score_blocks(
 ) -> Tensor:
     """Rank the candidates of each entry, as `block_scores` and then `smooth_scores` do; sinks get infinity after that.
 
-    An entry without candidates leaves its averages alone.
+    The averages of an entry without candidates do not change.
 
     Args:
         queries: [n, Q, H*G, D].
@@ -236,17 +236,17 @@ def score_blocks(
 
 @device_op
 def select_admissions(predicted: Tensor, among: Among, maps: Maps, mark: Mark, admitting: Admitting) -> None:
-    """Pair the best missing blocks with the least recently selected slots whose blocks are not predicted.
+    """Assign the best missing blocks to the least recently selected slots whose blocks are not predicted.
 
-    As `select_blocks` does after its sort; equally old slots go in the order of the slots. Marks the slots of predicted
+    The same as `select_blocks` after its sort; equally old slots are taken in their order. Marks the slots of predicted
     blocks. An entry without candidates marks nothing and admits nothing.
 
     Args:
-        predicted: [n, H, K] int64, the K best blocks, best first; those that are no candidates are ignored.
+        predicted: [n, H, K] int64, the K best blocks, best first; blocks that are not candidates are ignored.
         among: what may be chosen.
-        maps: of the layer; all K slots of an entry with candidates are occupied.
-        mark: of the predicted blocks.
-        admitting: what is written.
+        maps: maps of the layer; all K slots of an entry with candidates must be occupied.
+        mark: mark of the predicted blocks.
+        admitting: limits and outputs.
     """
     (rows, candidates), (cap, admissions, counters) = among, admitting
     admissions.blocks.fill_(-1)
@@ -272,13 +272,13 @@ def select_admissions(predicted: Tensor, among: Among, maps: Maps, mark: Mark, a
 
 @device_op
 def fetch_blocks(layer: LayerState, rows: Tensor, admissions: DeviceAdmissions, mark: Mark) -> None:
-    """Load admitted blocks from their host pages over their slots, and update the maps.
+    """Load admitted blocks from their host pages into their slots, and update the maps.
 
     Args:
-        layer: written.
+        layer: tensors of the layer; written.
         rows: [n] int64.
-        admissions: what to load; blocks that are not resident, over slots that no other admission names.
-        mark: of the loaded blocks.
+        admissions: blocks to load, which must not be resident, and their slots, which must all differ.
+        mark: mark of the loaded blocks.
     """
     blocks, maps, host_kv, req_to_token = layer.blocks, layer.maps, layer.host_kv, layer.req_to_token
     size = blocks.shape[-2]
@@ -305,12 +305,12 @@ def attend(
     scale: float,
     max_queries: int,
 ) -> Tensor:
-    """`paged_attention` without a host synchronisation.
+    """Return what `paged_attention` returns, without a synchronisation with the host.
 
     Args:
-        query, blocks, rows, slots, kv_lengths, scale: as there.
+        query, blocks, rows, slots, kv_lengths, scale: as in `paged_attention`.
         query_starts: [n + 1] int32 on the device.
-        max_queries: no sequence has more query tokens.
+        max_queries: upper bound on the query tokens of a sequence.
 
     Returns:
         [T, H*G, D], dtype of `query`.
@@ -320,13 +320,13 @@ def attend(
 
 @device_op
 def summarise_blocks(kv: Tensor, sources: Tensor, records: Tensor, targets: Tensor, fmt: SummaryFormat) -> None:
-    """Rebuild the summaries of completed blocks, as `summarise_pages` does.
+    """Build the summaries of completed blocks, as `summarise_pages` does.
 
     Args:
         kv: [X, H, 2, B, D].
-        sources: [p] int64, places in `kv`; negative ones are skipped.
+        sources: [p] int64, indices into `kv`; negative ones are skipped.
         records: [Y, H, Rec] uint8, written.
-        targets: [p] int64, places in `records`.
+        targets: [p] int64, indices into `records`.
         fmt: how summaries are stored.
     """
     wanted = sources >= 0

@@ -14,8 +14,8 @@ R = TypeVar("R")
 class DeviceOp(Generic[P, R]):
     """A function with a plain-torch reference that a device type can override.
 
-    The device of the first tensor among the arguments, or in a tuple that is one, decides; devices without an override
-    run the reference. An override that cannot serve a call returns NotImplemented, and the reference runs.
+    The device of the first tensor, among the arguments or in a tuple argument, chooses the implementation; a device
+    without an override, or whose override returns NotImplemented for the call, runs the reference.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:
@@ -25,7 +25,7 @@ class DeviceOp(Generic[P, R]):
         self._by_device: dict[str, Callable[P, R]] = {}
 
     def register(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorator: use the decorated function for tensors on `device_type` ("cpu", "cuda")."""
+        """Return a decorator that registers a function for tensors on `device_type` ("cpu", "cuda")."""
 
         def decorate(implementation: Callable[P, R]) -> Callable[P, R]:
             self._by_device[device_type] = implementation
@@ -52,5 +52,5 @@ def _device_of(arguments: Iterable[object]) -> str:
 
 
 def device_op(reference: Callable[P, R]) -> DeviceOp[P, R]:
-    """Decorator that turns a plain-torch reference into a dispatched op."""
+    """Turn a plain-torch reference into a dispatched op (a decorator)."""
     return DeviceOp(reference)

@@ -1,4 +1,4 @@
-"""Delta selection and capped eviction (OasisKV section 3.4, Algorithm 2), and what it does to the resident tier."""
+"""Delta selection and capped eviction (OasisKV section 3.4, Algorithm 2), and its updates of the resident tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Maps(NamedTuple):
 
     Attributes:
         head_map: [S, H, K] int32, logical block of each selected slot or -1.
-        last_selected: [S, H, K] int32, step in which each selected slot was last selected.
+        last_selected: [S, H, K] int32, mark of the step in which each selected slot was last selected.
         slot_of: [S, H, N] int32, slot of each logical block or -1.
     """
 
@@ -25,7 +25,7 @@ class Maps(NamedTuple):
 
 
 class Admissions(NamedTuple):
-    """Blocks to load, at most C per row and head, and over which slots.
+    """Blocks to load, at most C per row and head, and the slots to overwrite.
 
     Attributes:
         blocks: [n, H, C] int32, logical blocks, best first, then -1.
@@ -45,9 +45,9 @@ class Admissions(NamedTuple):
 
 @device_op
 def select_blocks(scores: Tensor, candidates: Tensor, rows: Tensor, maps: Maps, step: int, cap: int) -> Admissions:
-    """Pair the best missing blocks with the least recently selected slots whose blocks are not among the K best.
+    """Assign the best missing blocks to the least recently selected slots whose blocks are not among the K best.
 
-    Marks those of the K best blocks that are resident as selected in `step` (in place) and leaves the maps as they are.
+    Marks the resident ones of the K best blocks as selected in `step` (in place); does not change the other maps.
     Equal scores rank in the order of the blocks, equally old slots in the order of the slots. All K slots of every
     (row, head) must be occupied, and there must be at least K candidates.
 
@@ -55,8 +55,8 @@ def select_blocks(scores: Tensor, candidates: Tensor, rows: Tensor, maps: Maps, 
         scores: [n, H, N] float32.
         candidates: [n] int64, blocks [0, candidates) of each row may be chosen; the scores of the others are -inf.
         rows: [n] int64.
-        maps: of the layer.
-        step: the current step, larger than any step before.
+        maps: maps of the layer.
+        step: the current step, larger than any earlier step.
         cap: most blocks admitted per (row, head).
     """
     selected = maps.head_map.shape[-1]
@@ -64,7 +64,7 @@ def select_blocks(scores: Tensor, candidates: Tensor, rows: Tensor, maps: Maps, 
     last_selected = maps.last_selected[rows]
     slots = maps.slot_of[rows].gather(-1, predicted).long()
     missing = slots < 0
-    # A missing block has no slot to mark: mark a slot one past the end and cut it off.
+    # A missing block has no slot to mark: mark an extra slot after the last one, and cut it off afterwards.
     marked = torch.nn.functional.pad(last_selected, (0, 1))
     marked.scatter_(-1, slots.masked_fill(missing, selected), step)
     last_selected = marked[..., :-1].contiguous()
@@ -83,7 +83,7 @@ def select_blocks(scores: Tensor, candidates: Tensor, rows: Tensor, maps: Maps, 
 def admit_blocks(
     blocks: Tensor, maps: Maps, host_kv: Tensor, pages: Tensor, rows: Tensor, admissions: Admissions, step: int
 ) -> None:
-    """Load admitted blocks from their host pages over resident slots and update the maps.
+    """Load admitted blocks from their host pages into resident slots, and update the maps.
 
     Args:
         blocks: [S, H, P, 2, B, D].
@@ -109,7 +109,7 @@ def admit_blocks(
 def graduate_blocks(
     blocks: Tensor, maps: Maps, rows: Tensor, graduates: Tensor, local_slots: Tensor, step: int
 ) -> None:
-    """Keep blocks that leave the local slots: block b moves to slot b, where there is one; others live on in the host.
+    """Keep blocks that leave the local slots: block b moves to slot b if it exists; other blocks stay in the host only.
 
     Args:
         blocks: [S, H, P, 2, B, D].

@@ -1,4 +1,4 @@
-"""From a lookahead query to what is to be fetched: score, take the K best, compare with what is resident."""
+"""From lookahead queries to the blocks to fetch: score, take the K best, compare with the resident blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang_oasis.ops.dispatch import device_op
 def predict_admissions(
     queries: Tensor, layer: LayerState, among: Among, ranking: Ranking, mark: Mark, admitting: Admitting
 ) -> None:
-    """`score_blocks`, the K best by `torch.topk`, `select_admissions`, whose docstrings explain the arguments.
+    """Run `score_blocks`, take the K best by `torch.topk`, and run `select_admissions`; those explain the arguments.
 
-    Blocks of equal score rank in any order here. `layer.averages` are updated, where there are any.
+    Blocks of equal score may rank in any order. `layer.averages` are updated, unless they are None.
     """
     scores = score_blocks(queries, layer.summaries, among, ranking, layer.averages)
     predicted = torch.topk(scores, layer.maps.head_map.shape[-1], dim=-1).indices

@@ -8,24 +8,24 @@ from torch import Tensor
 from sglang_oasis.ops.dispatch import device_op
 
 UNKNOWN = -1.0
-"""Average of a block that was not scored yet; scores are never negative."""
+"""The average of a block that was not scored yet; it is below all scores, which are never negative."""
 ESCAPE = 3.0
-"""A block whose score is so many times what it takes to be selected is selected at once."""
+"""A block is selected immediately if its score is this many times the score that it takes to be selected."""
 
 
 @device_op
 def smooth_scores(
     averages: Tensor, rows: Tensor, scores: Tensor, candidates: Tensor, decay: float, escape: float = ESCAPE
 ) -> None:
-    """Replace scores by their averages over the steps and remember those, both in place.
+    """Replace scores by their running averages over the steps, and store these averages, both in place.
 
-    The average is `decay * average + (1 - decay) * score`, and the score where there was none; but never below
+    The average is `decay * average + (1 - decay) * score`, or the score if there was no average yet, and is at least
     `score / escape`.
 
     Args:
-        averages: [S, H, N] float32, of all rows.
+        averages: [S, H, N] float32, averages of all rows.
         rows: [n] int64.
-        scores: [n, H, M] float32, M <= N; those of blocks that are no candidates stay what they are.
+        scores: [n, H, M] float32, M <= N; the scores of blocks that are not candidates do not change.
         candidates: [n] int64, blocks [0, candidates) of each row have scores.
         decay: weight of the past, in [0, 1).
         escape: at least 1.

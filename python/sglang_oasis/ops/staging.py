@@ -1,7 +1,7 @@
 """Moves pages between the host pool, a staging buffer that prefill attends to, and a device cache of host pages.
 
-All shapes are known to the host and no op looks at what it copies, so nothing synchronises. What a table names once
-must be named once: no two entries share a target, a fill or a written token.
+All shapes are known to the host and no op reads the values that it copies, so nothing synchronises. No two entries of
+a table may share a target, a fill or a written token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sglang_oasis.ops.dispatch import device_op
 
 
 class PageCopies(NamedTuple):
-    """Host pages on their way into a staging buffer; [p] int32 each, on the device of the buffer.
+    """Host pages to copy into a staging buffer; [p] int32 each, on the device of the buffer.
 
     Attributes:
         pages: host page; negative entries are skipped.
         targets: place in the staging buffer.
-        hits: place in the cache that has the page, or -1 to read it from the host pool.
-        fills: place in the cache that the page takes, or -1. No place is both read and filled by one table.
+        hits: place in the cache that holds the page, or -1 to read the page from the host pool.
+        fills: place in the cache to copy the page to, or -1. A table never reads and fills the same place.
     """
 
     pages: Tensor
@@ -31,7 +31,7 @@ class PageCopies(NamedTuple):
 
 
 class TokenRuns(NamedTuple):
-    """New tokens on their way from a staging buffer to their host pages; [w] int32 each, one entry per touched page.
+    """New tokens to copy from a staging buffer to their host pages; [w] int32 each, one entry per page with new tokens.
 
     Attributes:
         places: place in the staging buffer.
@@ -47,7 +47,7 @@ class TokenRuns(NamedTuple):
 
 @device_op
 def stage_pages(staging: Tensor, arena: Tensor, host_kv: Tensor, copies: PageCopies) -> None:
-    """Copy pages from the cache or from the host pool into the staging buffer, and some of the latter into the cache.
+    """Copy pages from the cache or the host pool into the staging buffer, and some host pages into the cache.
 
     Args:
         staging: [X, H, 2, B, D].
@@ -81,7 +81,7 @@ def write_back(staging: Tensor, host_kv: Tensor, runs: TokenRuns) -> None:
 
 @device_op
 def forget_pages(tags: Tensor, indices: Tensor, block_size: int) -> None:
-    """Take pages whose tokens are written out of the cache; page p is only ever in place p % A.
+    """Remove pages from the cache whose tokens are being written; page p can only be in place p % A.
 
     Args:
         tags: [A] int32, page in each place or -1; changed.
@@ -92,7 +92,7 @@ def forget_pages(tags: Tensor, indices: Tensor, block_size: int) -> None:
         return
     pages = (indices // block_size).to(tags.dtype)
     places = (pages % len(tags)).long()
-    # The minimum, because a page that is not there may share its place with one that is.
+    # The minimum, because a page that is not cached may share its place with one that is.
     left = torch.where((tags[places] == pages) & (indices >= 0), -1, torch.iinfo(tags.dtype).max)
     tags.scatter_reduce_(0, places, left.to(tags.dtype), "amin")
 

@@ -1,4 +1,4 @@
-"""Work beside the forward pass: side streams, and events that order them. On a CPU the calls run in their order."""
+"""Side streams for work beside the forward pass, and events that order them. On a CPU all calls run in their order."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Protocol
 import torch
 
 Event = object
-"""A point in a stream; only the streams that recorded it look inside."""
+"""A point in a stream; only the `Streams` object that recorded it knows what it contains."""
 
 FIRST = -1
-"""CUDA priority: side streams have short work that a later layer waits for, the forward pass fills the rest."""
+"""CUDA priority: side streams run first, because their work is short and a later layer waits for it."""
 
 
 class Streams(Protocol):
     """The caller's stream and named side streams.
 
-    Streams are ordered by events only: entering a side stream waits for nothing, and leaving it neither. Events that
+    Only events order streams: neither entering nor leaving a side stream waits for anything. Events that
     are recorded while a CUDA graph is captured become edges of the graph; a side stream joins the capture by waiting
     for an event of the captured stream, and must be waited for before the capture ends.
     """
 
     def side(self, name: str) -> AbstractContextManager[object]:
-        """Within the block, the stream `name` is the current one."""
+        """Return a context in which the side stream `name` is the current stream."""
 
     def record(self) -> Event:
-        """The point that the current stream has reached."""
+        """Return the point that the current stream has reached."""
 
     def wait(self, event: Event) -> None:
-        """Nothing that the current stream does from here on begins before `event`."""
+        """Let all later work of the current stream begin after `event`."""
 
     def synchronize(self, event: Event) -> None:
-        """The host waits for `event`."""
+        """Let the host wait for `event`."""
 
 
 class SerialStreams:
-    """For devices without streams: everything runs at once, in the order of the calls."""
+    """For devices without streams: every call runs immediately, in the order of the calls."""
 
     def side(self, name: str) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -57,7 +57,7 @@ class CudaStreams:
 
     Args:
         device: the device.
-        priority: of the side streams, lower runs first.
+        priority: priority of the side streams; a lower number runs first.
     """
 
     def __init__(self, device: torch.device, priority: int = FIRST) -> None:
@@ -85,5 +85,5 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Return the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else SerialStreams()

@@ -1,8 +1,8 @@
-"""Block summaries: what ranks a block without reading its keys (Quest-style bounds, OasisKV section 3.2).
+"""Block summaries, which rank a block without reading its keys (Quest-style bounds, OasisKV section 3.2).
 
-The keys of a block lie, coordinate by coordinate, in an interval; a summary is its midpoint and its half range.
-q @ midpoint + |q| @ half_range bounds every q @ key from above. That bound is loose, since no key sits in the best
-corner of the box in all coordinates at once: a smaller factor before the half range ranks blocks better.
+In each coordinate the keys of a block span an interval; a summary holds the midpoints and the half ranges.
+q @ midpoint + |q| @ half_range bounds every q @ key from above. The bound is loose, because no key reaches the best
+end of the interval in all coordinates: a factor below 1 before the half range ranks blocks better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SummaryFormat:
     """How the two vectors of a summary are stored, as one record of bytes.
 
     bf16: midpoint, half range. int8 and int4: midpoint codes (signed), half-range codes (unsigned), then one bfloat16
-    scale each. Of a byte that holds two 4-bit codes, the low one is coordinate d, the high one coordinate d + D/2.
+    scale for each vector. A byte with two 4-bit codes holds coordinate d in its low bits and d + D/2 in its high bits.
 
     Attributes:
         name: "bf16", "int8" or "int4".
@@ -46,7 +46,7 @@ SUMMARY_FORMATS = {name: SummaryFormat(name, bits) for name, bits in (("bf16", 1
 
 
 def summarise(keys: Tensor, fmt: SummaryFormat) -> Tensor:
-    """Summaries of completed blocks.
+    """Return the summaries of completed blocks.
 
     Args:
         keys: [..., B, D].
@@ -74,7 +74,7 @@ def summarise_pages(host_kv: Tensor, pages: Tensor, fmt: SummaryFormat, records:
 
 
 def pack(vectors: Tensor, fmt: SummaryFormat) -> Tensor:
-    """Midpoints and half ranges [..., 2, D] float32 -> records [..., R] uint8."""
+    """Convert midpoints and half ranges [..., 2, D] float32 to records [..., R] uint8."""
     if not fmt.quantised:
         return vectors.bfloat16().flatten(-2).view(torch.uint8)
     largest = torch.tensor([2 ** (fmt.bits - 1) - 1, 2**fmt.bits - 1], device=vectors.device)[:, None]
@@ -88,7 +88,7 @@ def pack(vectors: Tensor, fmt: SummaryFormat) -> Tensor:
 
 
 def unpack(records: Tensor, fmt: SummaryFormat) -> Tensor:
-    """Records [..., R] uint8 -> midpoints and half ranges [..., 2, D] float32."""
+    """Convert records [..., R] uint8 to midpoints and half ranges [..., 2, D] float32."""
     if not fmt.quantised:
         return records.contiguous().view(torch.bfloat16).unflatten(-1, (2, -1)).float()
     width = 2 * SCALE_DTYPE.itemsize
@@ -105,9 +105,9 @@ def unpack(records: Tensor, fmt: SummaryFormat) -> Tensor:
 def block_scores(
     queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float, tightness: float
 ) -> Tensor:
-    """Rank blocks: softmax of the estimate per query head, then the mean over the group and the queries.
+    """Return scores of blocks: softmax of the estimate per query head, then the mean over the group and the queries.
 
-    The estimate is q @ midpoint + tightness * |q| @ half_range. The mean of softmaxes keeps about one point more
+    The estimate is q @ midpoint + tightness * |q| @ half_range. The mean of softmaxes captures about 1% more
     attention mass than the maximum over the group.
 
     Args:
@@ -116,7 +116,7 @@ def block_scores(
         fmt: how they are stored.
         candidates: [n] int64, blocks [0, candidates) of each row may be chosen.
         scale: softmax scale of the attention.
-        tightness: 1 bounds every key's score, less ranks by what a key can be expected to reach.
+        tightness: 1 gives an upper bound on every key's score; a smaller value gives a score that a key may well reach.
 
     Returns:
         [n, H, N] float32, larger is better; blocks that are no candidates get -inf.

@@ -1,4 +1,4 @@
-"""Writes new K and V into blocks (write-through to the host pool, and to the local slots of the resident tier)."""
+"""Writes new K and V into blocks: of the host pool (write-through), and of the resident tier's local slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_oasis.ops.dispatch import device_op
 
 @device_op
 def store_tokens(blocks: Tensor, rows: Tensor | None, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store tokens, converted to the dtype of `blocks`.
+    """Store tokens in blocks, converted to the dtype of `blocks`.
 
     Args:
         blocks: [S, H, P, 2, B, D] with `rows`, or pages [N, H, 2, B, D] without.

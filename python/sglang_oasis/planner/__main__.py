@@ -24,12 +24,12 @@ INVALID = 2
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence, without the usage that argparse would print before it."""
+        """Exit with one sentence, without the usage that argparse would print before it."""
         self.exit(INVALID, f"{message[0].upper()}{message[1:]}.\n")
 
 
 def _number(least: float, most: float, kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """A parser of numbers from `least` to `most`; `float` excludes both."""
+    """Return a parser of numbers from `least` to `most`; with kind `float` both ends are excluded."""
 
     def parse(text: str) -> int | float:
         try:
@@ -49,7 +49,7 @@ def _number(least: float, most: float, kind: type[int] | type[float]) -> Callabl
 
 
 MOST = 10**9
-"""Tokens, GPUs or requests; more is a slip of the finger."""
+"""Most tokens, GPUs or requests; a larger number is a typing error."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,29 +65,29 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a model's folder, its config.json, or one of {', '.join(map(short_name, KNOWN_MODELS))}",
     )
     add("--gpu", required=True, help=f"one of {', '.join(GPUS)}, or a JSON file with the fields of a GPU")
-    add("--context", type=count, required=True, metavar="TOKENS", help="of every request, prompt and output")
+    add("--context", type=count, required=True, metavar="TOKENS", help="length of every request, prompt and output")
     add("--tp", type=count, default=1, metavar="GPUS", help="tensor-parallel GPUs, on one host (default: 1)")
-    add("--host-gb", type=amount, metavar="GB", help="host memory for the KV cache, of all GPUs together "
-        "(default: as much as the requests take)")  # fmt: skip
-    add("--batch", type=count, metavar="REQUESTS", help="that decode concurrently (default: as many as fit)")
-    add("--mem-fraction", type=_number(0, 1, float), metavar="SHARE", help="of each GPU's memory for weights and KV "
+    add("--host-gb", type=amount, metavar="GB", help="host memory for the KV cache, for all GPUs together "
+        "(default: as much as the requests need)")  # fmt: skip
+    add("--batch", type=count, metavar="REQUESTS", help="requests that decode concurrently (default: as many as fit)")
+    add("--mem-fraction", type=_number(0, 1, float), metavar="SHARE", help="share of GPU memory for weights and KV "
         "cache (default: as SGLang would choose)")  # fmt: skip
-    add("--weight-bits", type=_number(0, 64, float), metavar="BITS", help="per weight (default: those of the dtype)")
+    add("--weight-bits", type=_number(0, 64, float), metavar="BITS", help="bits per weight (default: by dtype)")
     add("--budget", type=count, default=2048, metavar="TOKENS", help="selected per KV head and layer (default: 2048)")
     add("--page-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens per block: 8, 16 or 32 (default: 16)")
-    add("--fetch-ratio", default=AUTO, metavar="SHARE", help="fetch cap, of the budget (default: what the link hides, "
-        f"{DEFAULT_FETCH_RATIO} at most)")  # fmt: skip
+    add("--fetch-ratio", default=AUTO, metavar="SHARE", help="fetch cap as a share of the budget (default: what the "
+        f"link can move during a step, at most {DEFAULT_FETCH_RATIO})")  # fmt: skip
     add("--summary-dtype", default="int4", help="bf16, int8 or int4 (default)")
     add("--dense-layers", default="", help="layers that keep every block on the device, e.g. 0,1")
-    add("--drift", type=amount, metavar="BLOCKS", help="that a step wants anew, per KV head and layer (default: more "
-        "than the fetch cap lets through)")  # fmt: skip
-    add("--output-json", type=Path, metavar="FILE", help="write everything there")
-    add("--plot", type=Path, metavar="FILE", help="write a figure there, in the format of its suffix")
+    add("--drift", type=amount, metavar="BLOCKS", help="blocks that newly become wanted per step, KV head and layer "
+        "(default: more than the fetch cap allows)")  # fmt: skip
+    add("--output-json", type=Path, metavar="FILE", help="write the plan to this file as JSON")
+    add("--plot", type=Path, metavar="FILE", help="write a figure to this file, in the format of its suffix")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a plan; 2 and one sentence on standard error where there is none."""
+    """Print a plan; returns the exit code: 2, with one sentence on standard error, if there is no plan."""
     asked = _parser().parse_args(arguments)
     try:
         gpu = gpu_of(asked.gpu)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_own_words(message: str) -> str:
-    """A message about the server's flags with the planner's names for them."""
+    """Return a message about the server's flags with the planner's names of these flags."""
     for flag, words in {
         "--lookahead-kv-budget-tokens": "--budget",
         "--lookahead-kv-sink-tokens": "Sink tokens",
@@ -136,7 +136,7 @@ def _write_json(file: Path, record: object) -> None:
     try:
         file.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
-        raise LookaheadKVError(f"--output-json {file} cannot be written ({error.strerror}): give another.") from None
+        raise LookaheadKVError(f"--output-json {file} cannot be written ({error.strerror}): use another.") from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many requests fit: dense (OasisKV Eq. 1 and 2) and with lookahead KV, and what every tier takes."""
+"""How many requests fit, dense (OasisKV Eq. 1 and 2) and with lookahead KV, and how many bytes each tier takes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is planned: a model on `tp` equal GPUs of one host.
+    """The system to plan: a model on `tp` equal GPUs of one host.
 
     Attributes:
-        model, gpu: the shapes.
-        config: lookahead KV's.
+        model, gpu: the model's sizes and the GPU's data.
+        config: the configuration of lookahead KV.
         context: tokens of every request, prompt and output.
         tp: tensor-parallel ranks.
-        host_bytes: host memory for the KV cache of all ranks, None for as much as it takes.
-        memory_fraction: of each GPU, for weights and KV cache (SGLang's --mem-fraction-static).
+        host_bytes: host memory for the KV cache of all ranks, None for as much as is needed.
+        memory_fraction: share of each GPU's memory for weights and KV cache (SGLang's --mem-fraction-static).
     """
 
     model: ModelShape
@@ -41,12 +41,12 @@ class Deployment:
         model, tp = self.model, self.tp
         if model.query_heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
             raise LookaheadKVError(
-                f"--tp {tp} does not divide {model.name}'s {model.query_heads} query heads and {model.kv_heads} KV "
-                f"heads: give another number of GPUs."
+                f"--tp {tp} does not divide the {model.query_heads} query heads and {model.kv_heads} KV heads of "
+                f"{model.name}: use another number of GPUs."
             )
         if self.kv_bytes <= 0:
             raise LookaheadKVError(
-                f"{model.name} takes {self.weight_bytes / 1e9:.1f} GB of each {self.gpu.name}, of which "
+                f"{model.name} takes {self.weight_bytes / 1e9:.1f} GB of each {self.gpu.name}, but only "
                 f"{self.static_bytes / 1e9:.1f} GB are for weights and KV cache: raise --tp or --mem-fraction."
             )
 
@@ -72,34 +72,34 @@ class Deployment:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights on one rank."""
+        """Bytes of the weights on one rank."""
         return int(self.model.parameters * self.model.weight_bytes / self.tp)
 
     @property
     def static_bytes(self) -> int:
-        """Of one GPU, for weights and KV cache."""
+        """Bytes of one GPU for weights and KV cache."""
         return int(self.gpu.memory_bytes * self.memory_fraction)
 
     @property
     def kv_bytes(self) -> int:
-        """M_HBM of OasisKV Eq. 2: of one GPU, for the KV cache."""
+        """M_HBM of OasisKV Eq. 2: bytes of one GPU for the KV cache."""
         return self.static_bytes - self.weight_bytes
 
     @property
     def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers on one rank."""
+        """Bytes of K and V of one token in all layers on one rank."""
         return self.model.kv_token_bytes // self.model.kv_heads * self.model.kv_heads_of_rank(self.tp)
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory through which prompts are prefilled: two layers of the longest."""
+        """Device bytes of the prefill staging: two layers of the longest prompt."""
         return PrefillStaging.bytes_of(self.layout, self.layout.max_blocks)
 
 
 def default_memory_fraction(gpu: Gpu, tp: int) -> float:
-    """SGLang's own --mem-fraction-static, without its small allowance for captured prefills.
+    """Return SGLang's default of --mem-fraction-static, without its small allowance for captured prefills.
 
-    Read from sglang 0.5.23, `arg_groups/memory_hook.py`: MiB for activations, metadata and captured decode steps.
+    Read from sglang 0.5.23, `arg_groups/memory_hook.py`, which counts MiB of activations, metadata and captured steps.
     """
     memory = gpu.memory_bytes / MIB
     chunk, captured = _prefill_chunk_and_captured_batch(memory, tp)
@@ -110,7 +110,7 @@ def default_memory_fraction(gpu: Gpu, tp: int) -> float:
 
 
 def _prefill_chunk_and_captured_batch(memory: float, tp: int) -> tuple[int, int]:
-    """SGLang's chunked_prefill_size and largest captured decode batch on a GPU with so many MiB."""
+    """Return SGLang's chunked_prefill_size and largest captured decode batch for a GPU with `memory` MiB."""
     few = tp < 4
     if memory < 20 * 1024:
         return 2048, 8
@@ -124,12 +124,12 @@ def _prefill_chunk_and_captured_batch(memory: float, tp: int) -> tuple[int, int]
 
 
 def dense_batch(kv_bytes: int, context: int, token_bytes: int) -> int:
-    """B_max of OasisKV Eq. 2: requests of `context` tokens whose whole KV cache fits."""
+    """Return B_max of OasisKV Eq. 2: how many requests of `context` tokens fit with their whole KV cache."""
     return kv_bytes // (context * token_bytes)
 
 
 class RequestBytes(NamedTuple):
-    """What one request takes on one rank, by tier.
+    """The bytes of one request on one rank, by tier.
 
     Attributes:
         host_kv, host_summaries: its pages in the host pool.
@@ -156,7 +156,7 @@ class RequestBytes(NamedTuple):
 
 
 def request_bytes(layout: TierLayout, context: int) -> RequestBytes:
-    """Bytes of a request of `context` tokens in a row of `layout`."""
+    """Return the bytes of a request of `context` tokens in a row of `layout`."""
     pages = -(-context // layout.block_size)
     kv = layout.num_layers * layout.kv_heads * layout.chunk_bytes
     slots = sum(layout.selected_blocks) + layout.num_layers * layout.local_slots
@@ -173,13 +173,13 @@ def request_bytes(layout: TierLayout, context: int) -> RequestBytes:
 
 
 class Capacity(NamedTuple):
-    """Requests that decode concurrently.
+    """How many requests can decode concurrently.
 
     Attributes:
         dense: with the whole KV cache on the device.
         lookahead: with lookahead KV, the smaller of the next two.
-        device_rows: that the device holds.
-        host_requests: that the host holds, None where its memory was not given.
+        device_rows: requests that the device can hold.
+        host_requests: requests that the host can hold, None if the host memory was not given.
     """
 
     dense: int
@@ -189,12 +189,12 @@ class Capacity(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """Memory that lookahead KV runs out of first."""
+        """The memory that limits lookahead KV."""
         return "host memory" if self.host_requests == self.lookahead < self.device_rows else "device memory"
 
 
 def capacity_of(deployment: Deployment) -> Capacity:
-    """Largest batches of a deployment.
+    """Return the largest batches of a deployment.
 
     Raises:
         LookaheadKVError: not even one request fits.
@@ -203,8 +203,8 @@ def capacity_of(deployment: Deployment) -> Capacity:
     device_bytes = deployment.kv_bytes - deployment.staging_bytes
     if device_bytes < 2 * layout.row_bytes:
         raise LookaheadKVError(
-            f"One request of {deployment.context} tokens takes {2 * layout.row_bytes / 1e9:.3f} GB of each GPU with "
-            f"its padding row, and {max(0, device_bytes) / 1e9:.3f} GB are left beside weights and prefill staging: "
+            f"One request of {deployment.context} tokens and the padding row take {2 * layout.row_bytes / 1e9:.3f} GB "
+            f"of each GPU, but weights and prefill staging leave only {max(0, device_bytes) / 1e9:.3f} GB: "
             f"raise --tp or --mem-fraction, or lower --budget or --context."
         )
     rows = layout.rows_in(device_bytes)
@@ -217,18 +217,18 @@ def capacity_of(deployment: Deployment) -> Capacity:
     if hosted < 1:
         least = gigabytes(deployment.tp * (request + layout.host_page_bytes))
         raise LookaheadKVError(
-            f"--host-gb {deployment.host_bytes / 1e9:g} is too little for one request of {deployment.context} tokens: "
-            f"give at least {least}."
+            f"--host-gb must be at least {least} for one request of {deployment.context} tokens, got "
+            f"{deployment.host_bytes / 1e9:g}."
         )
     return Capacity(dense, min(rows, hosted), rows, hosted)
 
 
 def host_bytes_for(deployment: Deployment, requests: int) -> int:
-    """Host memory of one rank that so many requests take, with the page for padding."""
+    """Return the host bytes that `requests` requests take on one rank, including the padding page."""
     layout = deployment.layout
     return requests * request_bytes(layout, deployment.context).host + layout.host_page_bytes
 
 
 def gigabytes(size: int) -> str:
-    """For a flag: rounded up, so that `size` bytes fit."""
+    """Return `size` bytes as gigabytes for a flag, rounded up."""
     return f"{(size // MEGABYTE + 1) / 1000:.3f}"

@@ -1,4 +1,4 @@
-"""What the planner knows about GPUs: sizes and rates from data sheets, link rates as measured."""
+"""The GPUs that the planner knows: sizes and rates from data sheets, and measured link rates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Gpu:
     """One GPU and its link to the host; bytes and seconds, decimal.
 
     Attributes:
-        name: as printed.
+        name: name in the output.
         memory_bytes: all of its memory, as nvidia-smi shows it.
         memory_bytes_per_second: data-sheet bandwidth of its memory.
         flops_per_second: data-sheet peak of dense bfloat16 matrix products.
         link_bytes_per_second: nominal rate of the host link in one direction.
-        gather_bytes_per_second: what a kernel that reads pinned host memory reaches; lookahead KV fetches this way.
+        gather_bytes_per_second: rate of a kernel that reads pinned host memory, as lookahead KV's fetches do.
         source: where the numbers come from.
     """
 
@@ -42,7 +42,7 @@ PLAUSIBLE = {
     "link_bytes_per_second": (1e8, 1e13),
     "gather_bytes_per_second": (1e8, 1e13),
 }
-"""Least and most of every number in a GPU file; what lies outside was most likely given in other units."""
+"""Least and most of every number in a GPU file; numbers outside were most likely given in other units."""
 
 GPUS = {
     "h100": Gpu(
@@ -87,10 +87,10 @@ GPUS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """A GPU by its name in `GPUS`, or from a JSON file with the fields of `Gpu`.
+    """Return a GPU by its name in `GPUS`, or from a JSON file with the fields of `Gpu`.
 
     Raises:
-        LookaheadKVError: there is no such GPU or file, or the file has other fields or values.
+        LookaheadKVError: there is no such GPU or file, or a field of the file is missing or invalid.
     """
     if name.lower() in GPUS:
         return GPUS[name.lower()]
@@ -101,7 +101,7 @@ def gpu_of(name: str) -> Gpu:
     try:
         record = json.loads(Path(name).read_text())
     except (OSError, ValueError):
-        raise LookaheadKVError(f"--gpu {name} is no JSON file: give one with the fields of a GPU.") from None
+        raise LookaheadKVError(f"--gpu {name} is not a JSON file: give one with the fields of a GPU.") from None
     return _gpu_from(record, name)
 
 
@@ -109,7 +109,7 @@ def _gpu_from(record: object, file: str) -> Gpu:
     wanted = {field.name for field in fields(Gpu)}
     if not isinstance(record, dict):
         raise LookaheadKVError(
-            f"--gpu {file} is no JSON object: give one with {', '.join(sorted(wanted - {'source'}))}."
+            f"--gpu {file} is not a JSON object: give one with {', '.join(sorted(wanted - {'source'}))}."
         )
     wrong = ", ".join(sorted((set(record) | {"source"}) ^ wanted))
     if wrong:
@@ -118,17 +118,17 @@ def _gpu_from(record: object, file: str) -> Gpu:
         )
     for name in ("name", "source"):
         if not isinstance(record.get(name, ""), str):
-            raise LookaheadKVError(f"--gpu {file} has {name} {record[name]}: give a text.")
+            raise LookaheadKVError(f"--gpu {file}: {name} must be a string, got {record[name]}.")
     for name, (least, most) in PLAUSIBLE.items():
         value = record[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
             raise LookaheadKVError(
-                f"--gpu {file} has {name} {value!s:.40}: give a number from {least:g} to {most:g}, in bytes (not GB) "
-                f"and seconds."
+                f"--gpu {file}: {name} must be a number from {least:g} to {most:g}, in bytes (not GB) and seconds, "
+                f"got {value!s:.40}."
             )
     if record["gather_bytes_per_second"] > record["link_bytes_per_second"]:
         raise LookaheadKVError(
-            f"--gpu {file} has gather_bytes_per_second {record['gather_bytes_per_second']:g} above "
-            f"link_bytes_per_second {record['link_bytes_per_second']:g}: no gather is faster than its link."
+            f"--gpu {file}: gather_bytes_per_second must be at most link_bytes_per_second, "
+            f"{record['link_bytes_per_second']:g}, got {record['gather_bytes_per_second']:g}."
         )
     return Gpu(**{**record, "memory_bytes": int(record["memory_bytes"])})

@@ -1,4 +1,4 @@
-"""Shapes of decoder-only models with ordinary attention, from a Hugging Face config.json or by name."""
+"""Sizes of decoder-only models with ordinary attention, from a Hugging Face config.json or by the model's name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang_oasis.errors import LookaheadKVError
 from sglang_oasis.ops.device_step import HEAD_DIM_MOST, HEAD_DIM_STEP, serves
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Whose weights `ModelShape.parameters` counts: attention and gated MLPs, or experts, in every layer."""
+"""Model types with the weights that `ModelShape.parameters` counts: attention and gated MLP or experts per layer."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 MAX_CONTEXT = "max_position_embeddings"
 
 PLACEHOLDER = "MODEL_FOLDER"
-"""In a command, of a model of which only a configuration file is there."""
+"""The placeholder in a command for the folder of a model that was given as a lone configuration file."""
 
 _QWEN3 = {
     "head_dim": 128,
@@ -92,20 +92,20 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the bytes and operations of a decode step.
+    """The sizes of a model that determine the bytes and operations of a decode step.
 
     Attributes:
-        name: as printed.
-        layers: all of them with attention over the whole context.
+        name: name in the output.
+        layers: number of layers, all with attention over the whole context.
         hidden, query_heads, kv_heads, head_dim, vocabulary: sizes of the whole model.
         mlp: width of a gated MLP, or of one expert.
-        experts: per layer, 1 for a dense MLP.
-        experts_per_token: of them, used by a token.
-        tied_embeddings: input and output embedding are one matrix.
-        dtype: of the KV cache.
-        weight_bytes: per parameter.
-        quantised: the checkpoint says that its weights are.
-        max_context: tokens that its positions were made for, None where the config does not say.
+        experts: experts per layer, 1 for a dense MLP.
+        experts_per_token: experts that a token uses.
+        tied_embeddings: whether input and output embedding are one matrix.
+        dtype: dtype of the KV cache.
+        weight_bytes: bytes per parameter.
+        quantised: whether the weights are quantised, according to the checkpoint.
+        max_context: longest context that the model was made for, None if the config does not say.
     """
 
     name: str
@@ -126,31 +126,31 @@ class ModelShape:
 
     @property
     def checkpoint(self) -> str:
-        """As `--model-path`: the name, unless that is a lone configuration file."""
+        """The value of `--model-path`: the name, or a placeholder if only a configuration file was given."""
         return PLACEHOLDER if self.name.endswith(".json") else self.name
 
     @property
     def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers: N_layer * 2 * N_kv * d_h * s (OasisKV Eq. 1)."""
+        """Bytes of K and V of one token in all layers: N_layer * 2 * N_kv * d_h * s (OasisKV Eq. 1)."""
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def parameters(self) -> int:
-        """All matrices; norms and biases, below a thousandth, are left out."""
+        """Number of elements of all matrices; norms and biases, less than 0.1%, are not counted."""
         return self._layers_with(self.experts) + self._embedding * (1 if self.tied_embeddings else 2)
 
     @property
     def active_parameters(self) -> int:
-        """That one token multiplies with: the output embedding, but not the input's lookup."""
+        """Number of parameters that one token is multiplied with: includes the output, not the input embedding."""
         return self._layers_with(self.experts_per_token) + self._embedding
 
     def parameters_read(self, tokens: int) -> float:
-        """Expected number of parameters that a step over `tokens` reads; tokens choose experts independently."""
+        """Return the expected number of parameters that a step over `tokens` tokens reads; experts are independent."""
         untouched = (1 - self.experts_per_token / self.experts) ** tokens
         return self._layers_with(self.experts * (1 - untouched)) + self._embedding
 
     def kv_heads_of_rank(self, tp: int) -> int:
-        """KV heads that one of `tp` ranks holds; fewer heads than ranks are replicated, as in SGLang."""
+        """Return the KV heads on one of `tp` ranks; as in SGLang, heads are replicated if fewer than ranks."""
         return max(1, self.kv_heads // tp)
 
     @property
@@ -164,14 +164,14 @@ class ModelShape:
 
 
 def model_of(name: str, weight_bits: float | None = None) -> ModelShape:
-    """A model by its name in `KNOWN_MODELS`, with or without its organisation, by its folder or by its config.json.
+    """Return a model by its name in `KNOWN_MODELS`, with or without organisation, by its folder or its config.json.
 
     Args:
-        name: what `--model` says.
-        weight_bits: per weight, None for those of the config's dtype.
+        name: value of `--model`.
+        weight_bits: bits per weight, None for those of the config's dtype.
 
     Raises:
-        LookaheadKVError: it is not there, or not a model that the planner can count.
+        LookaheadKVError: the model is not found, or the planner does not support it.
     """
     known = {short_name(each).lower(): each for each in KNOWN_MODELS}
     path = Path(name)
@@ -188,12 +188,12 @@ def model_of(name: str, weight_bits: float | None = None) -> ModelShape:
 
 
 def short_name(model: str) -> str:
-    """A model's name without its organisation."""
+    """Return a model's name without its organisation."""
     return model.rsplit("/", 1)[-1]
 
 
 def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = None) -> ModelShape:
-    """The shape in a config.json; arguments and errors as those of `model_of`."""
+    """Return the shape that a config.json describes; arguments and errors as in `model_of`."""
     _check_kind(config, name, weight_bits)
     heads = _size(config, name, "num_attention_heads")
     experts = config.get("num_experts", config.get("num_local_experts")) or 1
@@ -201,7 +201,7 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
     hidden = _size(config, name, "hidden_size")
     kv_heads = _size(config, name, "num_key_value_heads") if config.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
-        _refuse(name, f"has {heads} query heads for {kv_heads} KV heads", "each KV head must serve equally many")
+        _refuse(name, f"has {heads} query heads for {kv_heads} KV heads", "the first must be a multiple of the second")
     head_dim = _size(config, name, "head_dim") if config.get("head_dim") is not None else hidden // heads
     if head_dim <= 0 or not serves(head_dim):
         _refuse(
@@ -209,7 +209,7 @@ def shape_of(config: Mapping[str, Any], name: str, weight_bits: float | None = N
         )
     dtype_name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype_name not in DTYPES:
-        _refuse(name, f"has dtype {dtype_name}", f"the planner counts {', '.join(DTYPES)}")
+        _refuse(name, f"has dtype {dtype_name}", f"the planner supports {', '.join(DTYPES)}")
     dtype = DTYPES[dtype_name]
     return ModelShape(
         name=name,
@@ -237,14 +237,14 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except OSError:
         raise LookaheadKVError(f"--model {path} has no readable {file.name}: give a model's folder.") from None
     except ValueError:
-        raise LookaheadKVError(f"--model {path} is no JSON file: give a model's folder or its config.json.") from None
+        raise LookaheadKVError(f"--model {path} is not JSON: give a model's folder or its config.json.") from None
     if not isinstance(config, dict):
-        raise LookaheadKVError(f"--model {path} is no model configuration: give a model's config.json.")
+        raise LookaheadKVError(f"--model {path} is not a model configuration: give a model's config.json.")
     return config
 
 
 def _check_kind(config: Mapping[str, Any], name: str, weight_bits: float | None) -> None:
-    only = "lookahead KV serves ordinary MHA and GQA models only"
+    only = "lookahead KV serves ordinary MHA, GQA and MQA models only"
     if config.get("kv_lora_rank") is not None:
         _refuse(name, "has multi-head latent attention (MLA)", only)
     if config.get("is_encoder_decoder"):
@@ -260,11 +260,11 @@ def _check_kind(config: Mapping[str, Any], name: str, weight_bits: float | None)
         )
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        _refuse(name, f"has model_type {model_type}", f"the planner counts the weights of {', '.join(MODEL_TYPES)}")
+        _refuse(name, f"has model_type {model_type}", f"the planner supports {', '.join(MODEL_TYPES)}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        _refuse(name, "mixes layers with and without experts", "the planner counts models of one kind of layer")
+        _refuse(name, "mixes layers with and without experts", "the planner supports models with one kind of layer")
     if config.get("quantization_config") and weight_bits is None:
-        _refuse(name, "has quantised weights", "say how many bits each takes with --weight-bits")
+        _refuse(name, "has quantised weights", "give the bits per weight with --weight-bits")
 
 
 def _size(config: Mapping[str, Any], name: str, key: str) -> int:

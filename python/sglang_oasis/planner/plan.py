@@ -1,4 +1,4 @@
-"""A plan: the answers to how many requests, how fast, what limits it, and with which flags."""
+"""A plan: how many requests fit, how fast a step can be, what limits it, and the server's flags."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from sglang_oasis.tier.layout import fetch_cap
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner found; bytes and times are those of one rank.
+    """The results of the planner; bytes and times are those of one rank.
 
     Attributes:
-        deployment: what was planned.
+        deployment: the planned system.
         capacity: the largest batches.
-        dense_batch, batch: requests in the steps below, dense and with lookahead KV.
-        request: what one request takes in every tier.
-        dense, sparse: a decode step; dense is None where no request fits densely.
-        step_bytes: OasisKV Eq. 3, what the link moves behind a sparse step.
+        dense_batch, batch: requests in the steps `dense` and `sparse`.
+        request: bytes of one request in every tier.
+        dense, sparse: a decode step, dense and with lookahead KV; dense is None if no request fits densely.
+        step_bytes: OasisKV Eq. 3, bytes that the link can move during a sparse step.
         pipeline: OasisKV Eq. 4.
         cap: C, blocks that a step may fetch per KV head and layer.
-        fetched_blocks: of them, those that the step fetches.
-        sweep: the simulated pipeline under other caps.
+        fetched_blocks: blocks of these that the step fetches.
+        sweep: the simulated pipeline with other caps.
     """
 
     deployment: Deployment
@@ -61,46 +61,46 @@ class Plan:
 
     @property
     def tokens_of_step_bytes(self) -> float:
-        """The same as tokens of KV per request, as OasisKV counts them by Eq. 3."""
+        """`step_bytes` as tokens of KV per request, the unit of OasisKV Eq. 3."""
         return self.step_bytes / self.batch / self.deployment.kv_token_bytes
 
     @property
     def device_tier_bytes(self) -> int:
-        """Of the resident tier with summaries, and SGLang's padding row."""
+        """Bytes of the resident tier with summaries, including SGLang's padding row."""
         return (self.batch + 1) * self.deployment.layout.row_bytes
 
     @property
     def device_flag_bytes(self) -> int:
-        """What --lookahead-kv-device-gb names: the device tier and prefill staging."""
+        """Bytes that --lookahead-kv-device-gb must give: the device tier and the prefill staging."""
         return self.device_tier_bytes + self.deployment.staging_bytes
 
     @property
     def host_tier_bytes(self) -> int:
-        """Of the host pool of one rank."""
+        """Bytes of the host pool of one rank."""
         return host_bytes_for(self.deployment, self.batch)
 
     @property
     def speedup(self) -> float | None:
-        """Throughput against dense serving, None where that serves nothing."""
+        """Throughput relative to dense serving, None if no request fits densely."""
         if self.dense is None:
             return None
         return self.batch / self.sparse.seconds / (self.dense_batch / self.dense.seconds)
 
     @property
     def fetch_ratio(self) -> float:
-        """That gives the server this cap."""
+        """The fetch ratio with which the server has the cap `cap`."""
         blocks, most = min(self.deployment.layout.selected_blocks), _most_fetch_ratio(self.deployment)
-        # Between two caps: the server rounds down.
+        # Halfway to the next cap, because the server rounds down.
         return most if self.cap == fetch_cap(most, blocks) else round((self.cap + 0.5) / blocks, 6)
 
     @property
     def remarks(self) -> list[str]:
-        """What has to be known beside the command, a sentence each."""
+        """Return remarks that a user of the command must know, one sentence each."""
         deployment, model = self.deployment, self.deployment.model
         found = []
         if self.speedup is not None and round(self.speedup, 1) <= 1:
             found.append(
-                f"Lookahead KV does not help here: {self.speedup:.2f} times the throughput of dense serving, at most."
+                f"Lookahead KV does not help here: at most {self.speedup:.2f} times the throughput of dense serving."
             )
         if model.max_context is not None and deployment.context > model.max_context:
             found.append(
@@ -110,15 +110,15 @@ class Plan:
         if model.weight_bytes != model.dtype.itemsize and not model.quantised:
             bits = 8 * model.weight_bytes
             found.append(
-                f"--model-path must name a checkpoint with {bits:g} bits per weight, which {model.name} has not."
+                f"--model-path must name a checkpoint with {bits:g} bits per weight; that of {model.name} has others."
             )
         if model.checkpoint != model.name:
-            found.append(f"{model.checkpoint} stands for the folder whose config.json {model.name} is.")
+            found.append(f"Replace {model.checkpoint} by the model folder to which {model.name} belongs.")
         return found
 
     @property
     def command(self) -> str:
-        """A server with this plan, for a shell."""
+        """Return the shell command that starts a server with this plan."""
         deployment = self.deployment
         flags: dict[str, Any] = {
             "--model-path": deployment.model.checkpoint,
@@ -140,19 +140,19 @@ def make_plan(deployment: Deployment, batch: int | None = None, drift: float | N
     """Plan a deployment.
 
     Args:
-        deployment: what to plan.
+        deployment: the system to plan.
         batch: requests that decode concurrently, None for as many as fit.
-        drift: blocks per KV head and layer that a step wants anew, None for as many as the cap lets through.
+        drift: blocks per KV head and layer that newly become wanted in a step, None for as many as the cap allows.
 
     Raises:
-        LookaheadKVError: it does not fit.
+        LookaheadKVError: the deployment or the batch does not fit.
     """
     capacity = capacity_of(deployment)
     wanted = capacity.lookahead if batch is None else batch
     if wanted > capacity.lookahead:
         raise LookaheadKVError(
-            f"--batch {wanted} does not fit: {capacity.bound} holds {capacity.lookahead} requests of "
-            f"{deployment.context} tokens, lower it, --context or --budget."
+            f"--batch {wanted} does not fit, because {capacity.bound} holds {capacity.lookahead} requests of "
+            f"{deployment.context} tokens: lower --batch, --context or --budget."
         )
     layout = deployment.layout
     dense_batch = capacity.dense if batch is None else min(capacity.dense, batch)
@@ -178,13 +178,13 @@ def make_plan(deployment: Deployment, batch: int | None = None, drift: float | N
 
 
 def _most_fetch_ratio(deployment: Deployment) -> float:
-    """As configured, or else the default."""
+    """Return the configured fetch ratio, or else the default."""
     ratio = deployment.config.fetch_ratio
     return DEFAULT_FETCH_RATIO if ratio is None else ratio
 
 
 def _cap(deployment: Deployment, batch: int, step_bytes: float, missing: float) -> int:
-    """C: as configured, or else the default, or less where the link could not hide that."""
+    """Return C: as configured, or else the default, or less if the link could not move so many blocks in a step."""
     layout = deployment.layout
     cap = fetch_cap(_most_fetch_ratio(deployment), min(layout.selected_blocks))
     block_bytes = batch * layout.step_bytes(1)
@@ -195,7 +195,7 @@ def _cap(deployment: Deployment, batch: int, step_bytes: float, missing: float) 
 
 
 def _other_than_default(deployment: Deployment) -> dict[str, Any]:
-    """Flags of lookahead KV that differ from what the server would take."""
+    """Return the flags of lookahead KV that differ from the server's defaults."""
     config = deployment.config
     given = {
         "lookahead_kv_budget_tokens": config.budget_tokens,

@@ -1,4 +1,4 @@
-"""A plan as a figure: what fills the device, and what the fetch cap does."""
+"""A plan as a figure: the use of device memory, and the effect of the fetch cap."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sglang_oasis.planner.plan import Plan
 
 
 def save_plot(plan: Plan, file: Path) -> None:
-    """Write the figure in the format of the file's suffix.
+    """Write the figure of a plan in the format of the file's suffix.
 
     Raises:
-        LookaheadKVError: matplotlib is missing, or does not know the format.
+        LookaheadKVError: matplotlib is missing or does not know the format, or the file cannot be written.
     """
     if not file.suffix:
         raise LookaheadKVError(f"--plot {file} has no suffix: give one that names the format, e.g. {file}.png.")

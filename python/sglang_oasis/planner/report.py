@@ -15,7 +15,7 @@ UNITS = "bytes are of one GPU (rank) and its share of the host; steps are roofli
 
 
 def record_of(plan: Plan) -> dict[str, Any]:
-    """JSON values; sizes in bytes, times in seconds."""
+    """Return a plan as JSON values; sizes in bytes, times in seconds."""
     deployment = plan.deployment
     layout, gpu, capacity = deployment.layout, deployment.gpu, plan.capacity
     return {
@@ -63,7 +63,7 @@ def record_of(plan: Plan) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """The tables, the remarks as comments, and the command on standard output.
+    """Print the tables, the remarks as comments, and the command to standard output.
 
     Raises:
         LookaheadKVError: rich is missing.

@@ -1,7 +1,7 @@
 """Lower bounds on the time of a decode step: bytes against bandwidths and operations against the peak.
 
-Nothing here knows about kernel launches, the CPU, communication between ranks, or kernels that fall short of the data
-sheet; a real step takes longer.
+Kernel launches, the CPU, communication between ranks, and kernels slower than the data sheet are not counted, so a real
+step takes longer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from sglang_oasis.tier.layout import MAP_DTYPE, SCORE_DTYPE
 
 
 class Work(NamedTuple):
-    """Part of a step on the device.
+    """The work of a part of a step on the device.
 
     Attributes:
-        bytes: moved to or from device memory.
-        flops: of matrix products.
+        bytes: bytes moved to or from device memory.
+        flops: operations of matrix products.
     """
 
     bytes: float
@@ -32,17 +32,17 @@ class Work(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A decode step on one rank.
+    """The work and the time of a decode step on one rank.
 
     Attributes:
-        weights: all matrix products but attention's.
-        attention: over the KV cache, or over what is resident of it.
+        weights: all matrix products except those of attention.
+        attention: attention over the KV cache, or over its resident part.
         predict: scan of the summaries.
-        select: top K of the scores, against the head maps.
-        fetch_bytes: from the host, at most.
-        fetch_seconds: on the link.
-        seconds: of the step, when everything that may overlap does.
-        bound: what takes longest.
+        select: top K of the scores, compared with the head maps.
+        fetch_bytes: most bytes fetched from the host.
+        fetch_seconds: time of the fetches on the link.
+        seconds: time of the step if everything overlaps that may.
+        bound: the part that takes longest.
     """
 
     weights: float
@@ -56,23 +56,23 @@ class Step(NamedTuple):
 
     @property
     def device_seconds(self) -> float:
-        """On the device, without waiting for the link."""
+        """Time on the device, without waiting for the link."""
         return self.weights + self.attention + self.predict + self.select
 
 
 def dense_step(deployment: Deployment, batch: int) -> Step:
-    """A step with the whole KV cache on the device."""
+    """Return a step with the whole KV cache on the device."""
     return _step(deployment, batch, 1, deployment.context, Work(0), Work(0), 0.0)
 
 
 def sparse_step(deployment: Deployment, batch: int, blocks: float, *, tokens_per_row: int | None = None) -> Step:
-    """A step with lookahead KV.
+    """Return a step with lookahead KV.
 
     Args:
         deployment: the model on its GPUs.
         batch: requests, all with the whole context.
-        blocks: fetched per KV head and sparse layer, as far as so many are not resident.
-        tokens_per_row: that pass through the model per request, None for one and the configured drafts.
+        blocks: blocks fetched per KV head and sparse layer, limited to those that are not resident.
+        tokens_per_row: tokens per request and step, None for one token and the configured drafts.
     """
     layout, config = deployment.layout, deployment.config
     tokens = 1 + config.draft_tokens if tokens_per_row is None else tokens_per_row
@@ -87,7 +87,7 @@ def sparse_step(deployment: Deployment, batch: int, blocks: float, *, tokens_per
 
 
 def step_bytes_budget(link_bytes_per_second: float, step_seconds: float) -> float:
-    """C_token of OasisKV Eq. 3, in bytes: what the link moves while a step computes."""
+    """Return C_token of OasisKV Eq. 3, in bytes: what the link moves while a step computes."""
     return link_bytes_per_second * step_seconds
 
 
@@ -110,7 +110,7 @@ class PipelineBound(NamedTuple):
 
 
 def pipeline_bound(step: Step, sparse_layers: int, layers: int) -> PipelineBound:
-    """The pipeline's stages in a step with `sparse_layers` of `layers` that fetch."""
+    """Return the times of the pipeline's stages in a step in which `sparse_layers` of `layers` layers fetch."""
     shared = max(1, sparse_layers)
     return PipelineBound(
         step.predict / shared, step.select / shared, step.fetch_seconds / shared, step.device_seconds / layers

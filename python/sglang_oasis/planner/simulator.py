@@ -1,9 +1,9 @@
-"""Discrete-event simulation of the decode pipeline: the forward pass and the three stages that work behind it.
+"""Discrete-event simulation of the decode pipeline: the forward pass and the three background stages.
 
 As in docs/architecture.md (OasisKV Algorithm 1): after a layer's attention its task enters predict, select and
 transfer, each of which serves one task at a time, in order; before its attention in the next step the layer waits for
-its own task only. The forward pass, predict and select share the device equally while they run at once; transfers have
-the link to themselves.
+its own task only. The forward pass, predict and select share the device equally while they run concurrently; only
+transfers use the link.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 WARM_UP_STEPS, MEASURED_STEPS = 16, 16
-"""Where device and link take equally long, the backlog settles slowly; it is one task per layer at most, so the mean
-over the measured steps is off by at most a step's background work divided by their number."""
+"""Numbers of steps. If device and link take equally long, the backlog settles slowly; it is at most one task per layer;
+so the error of the mean is at most a step's background work divided by MEASURED_STEPS."""
 STAGES = ("predict", "select", "transfer")
 FORWARD = "forward"
 SHARE_THE_DEVICE = (FORWARD, "predict", "select")
 
 
 class LayerWork(NamedTuple):
-    """Seconds of one layer with the device, or the link, to itself.
+    """Seconds of each part of a layer if it has the device, or the link, to itself.
 
     Attributes:
-        attention: up to and with attention, after which the layer's query is there.
-        rest: what follows in the layer.
-        predict, select, transfer: its task in the background.
+        attention: the layer up to the end of attention, after which its task can start.
+        rest: the remaining part of the layer.
+        predict, select, transfer: the stages of the layer's background task.
     """
 
     attention: float
@@ -37,12 +37,12 @@ class LayerWork(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The steady state.
+    """The results in the steady state.
 
     Attributes:
-        step_seconds: from one token to the next.
-        stall_seconds: of them, in which the forward pass waited for a transfer.
-        link_seconds: of them, in which the link was busy.
+        step_seconds: time from one token to the next.
+        stall_seconds: part of this time in which the forward pass waited for a transfer.
+        link_seconds: part of this time in which the link was busy.
     """
 
     step_seconds: float
@@ -51,11 +51,11 @@ class Simulation(NamedTuple):
 
 
 def simulate(layers: int, work: LayerWork, epilogue: float) -> Simulation:
-    """Run decode steps, and measure those after the first.
+    """Simulate decode steps, and measure those after the first ones.
 
     Args:
-        layers: equal layers, at least one.
-        work: of each.
+        layers: number of equal layers, at least 1.
+        work: work of each layer.
         epilogue: seconds of the forward pass after the last layer.
     """
     return _Machine(layers, work, epilogue).run()
@@ -65,9 +65,9 @@ class _Machine:
     def __init__(self, layers: int, work: LayerWork, epilogue: float) -> None:
         self._layers, self._work, self._epilogue = layers, work, epilogue
         self._now = 0.0
-        self._left: dict[str, float] = {}  # seconds that a running activity still needs, alone
+        self._left: dict[str, float] = {}  # seconds that a running activity still needs if it runs alone
         self._queues: dict[str, deque[int]] = {stage: deque() for stage in STAGES}
-        self._pending: set[int] = set()  # layers whose task is not through
+        self._pending: set[int] = set()  # layers whose task is not finished
         self._awaited: int | None = None
         self._stalled = self._link = 0.0
 
@@ -81,7 +81,7 @@ class _Machine:
         return Simulation(*((after - before) / MEASURED_STEPS for before, after in zip(first, last, strict=True)))
 
     def _forward(self) -> Iterator[bool]:
-        """One decode step after another; yields whether the step has ended, whenever it has to let time pass."""
+        """Run one decode step after another; yields, whenever time must pass, whether the step has ended."""
         while True:
             for layer in range(self._layers):
                 if layer in self._pending:
@@ -104,7 +104,7 @@ class _Machine:
                 self._pass_time()
 
     def _pass_time(self) -> None:
-        """Go to the next event: the end of whatever finishes first."""
+        """Advance the time to the next event, the end of the activity that finishes first."""
         for stage in STAGES:
             if stage not in self._left and self._queues[stage]:
                 self._left[stage] = getattr(self._work, stage)

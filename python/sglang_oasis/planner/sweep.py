@@ -1,4 +1,4 @@
-"""What the fetch cap does to traffic and throughput: the simulated pipeline, from roofline times."""
+"""The effect of the fetch cap on traffic and throughput, simulated with roofline times."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FETCH_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 
 
 class SweepPoint(NamedTuple):
-    """The pipeline under one fetch cap.
+    """Results of the simulated pipeline with one fetch cap.
 
     Attributes:
         ratio: the cap as a share of the selected blocks.
         cap: C, blocks per KV head and layer.
-        fetch_bytes: of one rank and step.
-        step_seconds: simulated.
-        stall_seconds: of them, in which layers waited for their transfers.
-        tokens_per_second: of the whole batch.
-        link_bytes_per_second: what the link moves, on average over the step.
+        fetch_bytes: bytes fetched per rank and step.
+        step_seconds: simulated time of a step.
+        stall_seconds: part of this time in which layers waited for their transfers.
+        tokens_per_second: throughput of the whole batch.
+        link_bytes_per_second: rate of the link, averaged over the step.
     """
 
     ratio: float
@@ -44,16 +44,16 @@ def fetch_cap_sweep(
     tokens_per_row: int | None = None,
     device_seconds: float | None = None,
 ) -> list[SweepPoint]:
-    """Simulate decode steps under each fetch cap.
+    """Simulate decode steps with each fetch cap.
 
     Args:
         deployment: the model on its GPUs.
         batch: requests, all with the whole context.
-        ratios: of the cap to the selected blocks, ascending; equal caps are simulated once.
-        drift: blocks per KV head and layer that a step wants and has not got; None for all that are not
-            resident. What a cap holds back is wanted again, so a step fetches the smaller of both.
+        ratios: ratios of the cap to the selected blocks, ascending; equal caps are simulated once.
+        drift: blocks per KV head and layer that newly become wanted in a step; None for all that are not resident.
+            Blocks beyond the cap stay wanted, so a step fetches the smaller of the two numbers.
         tokens_per_row: as in `sparse_step`.
-        device_seconds: of a step that never waits; None for the roofline's, else its parts are stretched to this.
+        device_seconds: time of a step that never waits, to which the roofline's parts are scaled; None for no scaling.
     """
     layout = deployment.layout
     points: dict[int, SweepPoint] = {}
@@ -72,7 +72,7 @@ def fetch_cap_sweep(
 
 
 def _work_of(deployment: Deployment, step: Step, stretch: float) -> tuple[LayerWork, float]:
-    """Equal layers, and the output embedding behind them."""
+    """Return the work of each of a step's equal layers, and the seconds of the output embedding after them."""
     model = deployment.model
     head = step.weights * model.vocabulary * model.hidden / model.active_parameters
     share = stretch / model.layers

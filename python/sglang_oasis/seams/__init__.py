@@ -1,1 +1,1 @@
-"""Every touch of an SGLang internal, one file per seam, each naming the symbol and the version it was read from."""
+"""All hooks on SGLang's internals, one file per seam; each names the symbol and the version that it was read from."""

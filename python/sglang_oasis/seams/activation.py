@@ -1,8 +1,8 @@
-"""When the seams are installed: as soon as both the plugins are loaded and a ServerArgs asks for one of our backends.
+"""Installs the seams as soon as SGLang has loaded the plugins and a ServerArgs asks for one of our backends.
 
 In the launcher the plugins are loaded first and the ServerArgs follows; in a child process the ServerArgs is unpickled
-with the process's arguments, before the plugins are loaded. What is imported here inside of functions is imported then,
-and never where nobody asks for our backends.
+with the process's arguments, before the plugins are loaded. The imports inside of functions run only then, and never in
+a server without our backends.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _installed = False
 
 
 def request() -> None:
-    """A ServerArgs that needs the seams exists in this process."""
+    """Note that a ServerArgs which needs the seams exists in this process; install the seams if possible."""
     global _requested
     _requested = True
     _install_when_due()
 
 
 def plugins_loaded() -> None:
-    """SGLang has called the plugin's entry point in this process."""
+    """Note that SGLang has called the plugin's entry point in this process; install the seams if they are needed."""
     global _plugins_loaded
     _plugins_loaded = True
     _install_when_due()
@@ -44,14 +44,14 @@ def _install_when_due() -> None:
 
 
 def check_before_resolution(server_args: Any) -> None:
-    """Refuse, before SGLang looks at them, what cannot work with our backends."""
+    """Refuse arguments that cannot work with our backends, before SGLang reads them."""
     from sglang_oasis.seams import preflight
 
     preflight.check_before_resolution(server_args)
 
 
 def print_sentences() -> None:
-    """Make an uncaught LookaheadKVError end the program with its sentence alone, without a traceback."""
+    """Make an uncaught LookaheadKVError end the program with its message only, without a traceback."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -2,8 +2,8 @@
 
 Read from sglang 0.5.23: `layers/attention/attention_registry.register_attention_backend`,
 `arg_groups/choices.ATTENTION_BACKEND_CHOICES`, `mem_cache/memory_pool.ReqToTokenPool._aux_cache` (the target's row
-observer, which a draft model's backend joins). The factories run in the scheduler after the pools are built: the place
-to check that every other seam took.
+observer, which a draft model's backend joins). The factories run in the scheduler after the pools are built, so they
+check that every other seam is installed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(verify: Callable[[], None]) -> None:
-    """Make the backends known under their names; `verify` is called before one is created."""
+    """Register the backends under their names; `verify` is called before a backend is created."""
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -70,7 +70,7 @@ def _create(runner: Any) -> LookaheadBackend:
 def _create_dense(runner: Any) -> DenseAttentionBackend:
     _load_kernels(runner)
     return DenseAttentionBackend(
-        runner, _host_pool(runner, DENSE_BACKEND_NAME, "select it for attention as a whole, on a CPU")
+        runner, _host_pool(runner, DENSE_BACKEND_NAME, "use it for both prefill and decode, on a CPU")
     )
 
 
@@ -78,7 +78,7 @@ def _host_pool(runner: Any, name: str, remedy: str, asked_for: bool = True) -> H
     pool = runner.token_to_kv_pool
     if not asked_for or not isinstance(pool, HostKVPool):
         raise LookaheadKVError(
-            f"--attention-backend {name} works only on the host KV pool, found {type(pool).__name__}: {remedy}."
+            f"--attention-backend {name} needs the host KV pool, found {type(pool).__name__}: {remedy}."
         )
     return pool.host
 
@@ -102,7 +102,7 @@ def _trace(runner: Any) -> SelectionTrace | None:
 def _load_kernels(runner: Any) -> None:
     head_dim = runner.model_config.head_dim
     if native.load() is not None and not overrides.serves(head_dim):
-        logger.warning("The CPU kernels do not serve heads of %d, plain torch does the work, much slower.", head_dim)
+        logger.warning("The CPU kernels do not support heads of %d: using plain torch, which is much slower.", head_dim)
 
 
 def _rank_labels() -> dict[str, str]:

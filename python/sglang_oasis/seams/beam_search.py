@@ -1,4 +1,4 @@
-"""Turns beam search away: its member rows exchange their KV without a new row generation.
+"""Refuses beam search, because its rows exchange their KV without a new row generation.
 
 Read from sglang 0.5.23: `beam_search/coordinator.BeamCoordinator.validate_and_init`, which returns an error message or
 None. AROUND, because the request must be refused before its group is set up.
@@ -17,7 +17,7 @@ def _refuse(original: Callable[..., str | None], coordinator: Any, request: Any,
     from sglang.srt.runtime_context import get_server_args
 
     if enabled(get_server_args()):
-        return "Beam search does not work with --enable-lookahead-kv; leave beam_width at 1."
+        return "Beam search does not work with --enable-lookahead-kv: use beam_width 1."
     return original(coordinator, request, received)
 
 

@@ -1,4 +1,4 @@
-"""The list of hooks, and the check that each one took: SGLang logs and ignores errors of plugins and hooks."""
+"""The list of hooks, and the check that all are installed, because SGLang only logs errors of plugins and hooks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MODULES = (
 
 
 def seams() -> list[Seam]:
-    """Every hook of this package but the one on ServerArgs."""
+    """Return every hook of this package except the one on ServerArgs."""
     return [seam for module in _MODULES for seam in module.SEAMS]
 
 
@@ -82,10 +82,10 @@ def install() -> None:
 
 
 def verify() -> None:
-    """Fail when a hook is not in place.
+    """Fail if a hook is not installed.
 
     Raises:
-        LookaheadKVError: names the symbol.
+        LookaheadKVError: a hook is not installed; the message names the symbol.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

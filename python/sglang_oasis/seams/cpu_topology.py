@@ -1,9 +1,9 @@
-"""Which CPUs there are, also without `lscpu`, and as a container sees them.
+"""Lists the CPUs that this process may use, also without `lscpu` and inside a container.
 
 Read from sglang 0.5.23: `utils/common.parse_lscpu_topology` (AROUND: its callers keep the first CPU of each core, drop
-those that the process may not run on, and divide by the number of NUMA nodes). It runs `lscpu`, without which no server
-starts on a CPU; and where a container has only the second threads of some cores, it counts no node, and the division
-fails. Remove this when SGLang asks for the CPUs of its process.
+those that the process may not run on, and divide by the number of NUMA nodes). It runs `lscpu`, so no server starts on
+a CPU without that program; and if a container has only the second threads of some cores, it counts 0 nodes, and the
+division fails. Remove this when SGLang asks for the CPUs of its process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sglang_oasis.seams.seam import Seam
 SYSFS = Path("/sys/devices/system/cpu")
 
 Cpu = tuple[int, int, int, int]
-"""CPU, core, socket, NUMA node."""
+"""Numbers of CPU, core, socket and NUMA node."""
 
 
 def allowed_topology(original: Callable[[], list[Cpu]]) -> list[Cpu]:
-    """The CPUs that this process may run on."""
+    """Return the CPUs that this process may run on."""
     allowed = os.sched_getaffinity(0)
     try:
         known = original()
@@ -32,7 +32,7 @@ def allowed_topology(original: Callable[[], list[Cpu]]) -> list[Cpu]:
 
 
 def _from_sysfs(cpu: int) -> Cpu:
-    """What the kernel says about a CPU; one that it says nothing about is a core of its own, on node 0."""
+    """Return the kernel's data about a CPU; a CPU without data counts as a core of its own, on node 0."""
     folder = SYSFS / f"cpu{cpu}"
 
     def read(name: str, default: int) -> int:

@@ -1,7 +1,7 @@
-"""Which dtype a server computes in, and in which it keeps K and V.
+"""Chooses the dtype in which a server computes, and the one in which it stores K and V.
 
-On a CPU that has no fast products of the checkpoint's 16-bit dtype, `--dtype auto` computes in float32; the KV cache
-keeps the checkpoint's dtype, so that as many tokens fit as before. What a user asks for stays.
+On a CPU without fast products in the checkpoint's 16-bit dtype, `--dtype auto` computes in float32; the KV cache keeps
+the checkpoint's dtype, so that as many tokens fit as before. A dtype that the user has given is not changed.
 
 Read from sglang 0.5.23: `configs/model_config.ModelConfig.dtype` (what `auto` makes of a checkpoint),
 `arg_groups/model_override_base.model_config_of` (memoised on the record as `_model_config`),
@@ -33,20 +33,20 @@ KV_DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-"""Values of --kv-cache-dtype that quantise nothing; besides `auto`, which is the dtype of the computation."""
+"""Values of --kv-cache-dtype without quantisation, besides `auto`, which means the dtype of the computation."""
 SLOW = 0.8
-"""A dtype is slow below this share of float32's rate: CPUs without products of it reach 0.1 to 0.5, others 2."""
+"""A dtype is slow below this share of float32's rate: CPUs without products in the dtype reach 0.1 to 0.5, others 2."""
 MOST_OF_FREE = 0.5
-"""Share of the free memory that float32 weights may take; the KV cache gets a part of the rest."""
+"""Share of the free memory that float32 weights may take; the KV cache takes a part of the rest."""
 
 
 class Room(NamedTuple):
-    """What float32 weights need and find.
+    """The memory that float32 weights need, and the memory that is available.
 
     Attributes:
         weights: bytes of all replicas, None where they are not on this machine yet.
         free: bytes of free host memory.
-        asked: bytes of it that the tiers were promised.
+        asked: bytes of free host memory that flags reserve for the tiers.
     """
 
     weights: int | None
@@ -59,19 +59,19 @@ class Room(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Whether to compute in float32, and the sentence that says so; no sentence where nothing changes."""
+    """Whether to compute in float32, and the log message about it; no message if nothing changes."""
 
     in_float32: bool
     sentence: str | None
 
 
 def decide(dtype: torch.dtype, rates: Sequence[float], room: Room, kept: str) -> Decision:
-    """What `--dtype auto` becomes.
+    """Decide which dtype `--dtype auto` stands for.
 
     Args:
-        dtype: what SGLang would compute in, with 16 bits.
+        dtype: the 16-bit dtype in which SGLang would compute.
         rates: operations per second in `dtype` and in float32.
-        room: for the weights.
+        room: memory for the weights.
         kept: dtype of the KV cache.
     """
     rate, float32_rate = rates
@@ -97,11 +97,11 @@ def decide(dtype: torch.dtype, rates: Sequence[float], room: Room, kept: str) ->
 
 
 def choose_dtypes(server_args: Any) -> None:
-    """Decide what `--dtype auto` is on this CPU; the rest of the resolution, and the model's configuration, see it."""
+    """Replace `--dtype auto` by the dtype for this CPU, before the resolution and the model's configuration use it."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     view = resolving_view(server_args)
-    # Launchers on several nodes decide alone, and their ranks must agree.
+    # Launchers on several nodes would decide independently, but their ranks must agree.
     if view.device != "cpu" or view.dtype != AUTO or view.nnodes > 1:
         return
     model = model_config_of(server_args)
@@ -117,12 +117,12 @@ def choose_dtypes(server_args: Any) -> None:
 
 
 def kv_dtype(view: Any, compute: torch.dtype) -> torch.dtype:
-    """Element type of the KV cache, from the arguments as they are resolved and the dtype of the computation."""
+    """Return the dtype of the KV cache, from the resolved arguments and the dtype of the computation."""
     return KV_DTYPES.get(view.kv_cache_dtype, compute)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As a user types it."""
+    """Return the name of a dtype as a user types it."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""What a ServerArgs says about our backends.
+"""Reads the settings of our backends from a ServerArgs.
 
 Read from sglang 0.5.23: `arg_groups/overrides.resolved_view`.
 """
@@ -10,36 +10,36 @@ from typing import Any
 from sglang_oasis.config import DENSE_BACKEND_NAME, ENABLE_FLAG, KNOBS, LookaheadKVConfig, Speculation
 
 EAGLE3, NGRAM = "EAGLE3", "NGRAM"
-"""SGLang's speculative algorithms whose chains our backends verify."""
+"""The speculative algorithms of SGLang whose chains of drafts our backends can verify."""
 
 
 def enabled(server_args: Any) -> bool:
-    """Whether this record asks for lookahead KV."""
+    """Whether this ServerArgs asks for lookahead KV."""
     return bool(getattr(server_args, ENABLE_FLAG, False))
 
 
 def dense(server_args: Any) -> bool:
-    """Whether this record asks for the dense CPU backend, without lookahead KV."""
+    """Whether this ServerArgs asks for the dense CPU backend, without lookahead KV."""
     return not enabled(server_args) and server_args.attention_backend == DENSE_BACKEND_NAME
 
 
 def uses_host_pool(server_args: Any) -> bool:
-    """Whether this record asks for one of our backends, both of which need the seams and the host pool."""
+    """Whether this ServerArgs asks for one of our backends, which both need the seams and the host pool."""
     return enabled(server_args) or dense(server_args)
 
 
 def config_of(server_args: Any, block_size: int) -> LookaheadKVConfig:
-    """The validated configuration of a record whose page size is resolved.
+    """Return the validated configuration of a ServerArgs whose page size is resolved.
 
     Raises:
-        LookaheadKVError: a flag is out of range.
+        LookaheadKVError: a flag has an invalid value.
     """
     flags = {knob.name: getattr(server_args, knob.name) for knob in KNOBS}
     return LookaheadKVConfig.from_flags(flags, block_size, speculation_of(server_args))
 
 
 def speculation_of(server_args: Any) -> Speculation:
-    """How a record speculates, as far as it is resolved."""
+    """Return how a ServerArgs speculates, as far as it is resolved."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     view = resolved_view(server_args)
@@ -48,6 +48,6 @@ def speculation_of(server_args: Any) -> Speculation:
 
 
 def algorithm_of(server_args: Any) -> str | None:
-    """--speculative-algorithm, in capitals: SGLang takes either case and resolves it after our first checks."""
+    """Return --speculative-algorithm in capitals; SGLang accepts either case and resolves it after our first checks."""
     algorithm = server_args.speculative_algorithm
     return None if algorithm is None else algorithm.upper()

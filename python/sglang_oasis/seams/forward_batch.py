@@ -1,8 +1,8 @@
-"""Tells the attention backend which rows a batch has, and which of an extend batch are in their last prefill chunk.
+"""Tells the attention backend the rows of a batch, and which rows of an extend batch are in their last prefill chunk.
 
 Read from sglang 0.5.23: `model_executor/forward_batch_info.ForwardBatch.init_new`. SGLang's own flag
-`contains_last_prefill_chunk` speaks for the whole batch only, and the rows of a batch that decodes are on the device
-only.
+`contains_last_prefill_chunk` covers only the batch as a whole, and the rows of a decode batch exist only on the
+device.
 """
 
 from __future__ import annotations

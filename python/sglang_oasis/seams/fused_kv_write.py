@@ -1,4 +1,4 @@
-"""Keeps fused rotary kernels from writing K and V into a token-major device pool that does not exist (CUDA, HIP).
+"""Stops fused rotary kernels (CUDA, HIP) from writing K and V into a token-major device pool, which does not exist.
 
 Read from sglang 0.5.23: `models/utils.enable_fused_set_kv_buffer`. Not run on a GPU yet.
 """

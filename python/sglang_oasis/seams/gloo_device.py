@@ -1,12 +1,12 @@
-"""All process groups of a rank share one thread for their sockets, so that an idle rank leaves the CPU alone.
+"""Makes all process groups of a rank share one thread for their sockets, so that an idle rank uses almost no CPU time.
 
 torch gives every gloo group a device of its own, whose thread wakes up a hundred times a second; SGLang makes ten
-groups per rank, also of a single rank, which adds up to a hundredth of a core. A device serves any number of groups.
+groups per rank, even for a single rank, which together take 1% of a core. One device can serve any number of groups.
 
 Read from sglang 0.5.23: `distributed/parallel_state.init_distributed_environment` and `.initialize_model_parallel`
 (AROUND: while they run, groups are made on the shared device); from torch 2.13:
-`distributed_c10d._new_process_group_helper`, which makes a gloo group of (store, rank, size, timeout) and passes no
-options on. When it does, or when gloo's threads wait for events without a timeout, remove this.
+`distributed_c10d._new_process_group_helper`, which makes a gloo group of (store, rank, size, timeout) and ignores
+options. Remove this when it passes options on, or when gloo's threads wait for events without a timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 
 @functools.cache
 def shared_device() -> Any:
-    """The device of this process."""
+    """Return the gloo device that all groups of this process share."""
     return distributed_c10d.ProcessGroupGloo.create_default_device()
 
 
@@ -41,7 +41,7 @@ class SharingGroup(distributed_c10d.ProcessGroupGloo):
 
 
 def _on_one_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Who names interfaces may want several devices.
+    # A user who names interfaces may want several devices.
     if not cpu_platform_wanted() or "GLOO_SOCKET_IFNAME" in os.environ:
         return original(*args, **kwargs)
     with patch.object(distributed_c10d, "ProcessGroupGloo", SharingGroup):

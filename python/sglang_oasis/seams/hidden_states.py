@@ -1,8 +1,8 @@
-"""With EAGLE-3 a request for hidden states gets the model's last ones, as without, and not those that feed the head.
+"""Returns the model's last hidden states also with EAGLE-3, and not the inner ones that the EAGLE-3 head reads.
 
 Read from sglang 0.5.23: `layers/logits_processor.LogitsProcessor._get_last_hidden_states_to_store` (keeps them beside
-the model's inner ones, for another feature), `managers/utils.GenerationBatchResult.copy_to_cpu` (the head has run by
-then).
+the model's inner ones, for another feature), `managers/utils.GenerationBatchResult.copy_to_cpu` (runs after the
+head).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Checks the port before the model is loaded and takes it before the warm-up, adds `GET /lookahead_kv/stats`, and
-answers 400 to what is refused.
+"""Checks the port before the model is loaded, listens before the warm-up, adds `GET /lookahead_kv/stats`, and answers
+refused requests with status 400.
 
 Read from sglang 0.5.23: `entrypoints/http_server.launch_server` (BEFORE: no process has been spawned),
 `entrypoints/http_server._setup_and_run_http_server` (AROUND: the app exists, no request has been served; when it
 returns or fails, the launcher ends the other processes), `tokenizer_manager.get_internal_state` (one answer per
 data-parallel rank). Read from uvicorn 0.54: `server.Server.startup` (AROUND: it would start SGLang's warm-up before it
-finds that it cannot listen, and then wait for the warm-up, which waits for the server).
+notices that it cannot listen, and then wait for the warm-up, which waits for the server).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATS_PATH = "/lookahead_kv/stats"
 
 
 async def lookahead_kv_stats() -> dict[str, list[Any]]:
-    """Statistics of every data-parallel rank, see docs/observability.md."""
+    """Return the statistics of every data-parallel rank; docs/observability.md explains them."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     states = await get_global_state().tokenizer_manager.get_internal_state()
@@ -31,7 +31,7 @@ async def lookahead_kv_stats() -> dict[str, list[Any]]:
 
 
 async def refused(request: Any, error: Exception) -> Any:
-    """The answer where an endpoint, unlike most, does not answer 400 to a ValueError itself; in the form of those."""
+    """Answer a ValueError with status 400 in SGLang's format, for the few endpoints that do not do so themselves."""
     from fastapi.responses import JSONResponse
 
     return JSONResponse({"error": {"message": str(error)}}, status_code=400)
@@ -50,7 +50,7 @@ def _run_http_server(original: Callable[..., Any], server_args: Any, *args: Any,
         return original(server_args, *args, **kwargs)
     finally:
         if uses_host_pool(server_args):
-            # The launcher ends the others now: no crash, for which it would be killed before it has said why.
+            # The launcher now ends the other processes; the watchdog would take this for a crash and hide the reason.
             get_global_state().tokenizer_manager._subprocess_watchdog.stop()
 
 
@@ -69,7 +69,7 @@ async def _start_up(original: Callable[..., Any], server: Any, sockets: Any = No
         return
     listening = listen(server.config.host, server.config.port, server.config.backlog)
     await original(server, sockets=listening)
-    server._log_started_message(listening)  # which it leaves to those who bring their own
+    server._log_started_message(listening)  # uvicorn does not log it for sockets that it was given
 
 
 SEAMS = [

@@ -1,7 +1,7 @@
-"""The process that spreads requests over data-parallel ranks sleeps when idle, as their schedulers do.
+"""Lets the process that distributes requests to data-parallel ranks sleep when idle, as their schedulers do.
 
-Read from sglang 0.5.23: `managers/data_parallel_controller.DataParallelController.event_loop` (BEFORE: it asks its
-socket for requests without a pause, and takes a whole core; `--sleep-on-idle` does not reach it),
+Read from sglang 0.5.23: `managers/data_parallel_controller.DataParallelController.event_loop` (BEFORE: it polls its
+socket without a pause, which takes a whole core; `--sleep-on-idle` does not affect it),
 `managers/io_struct.sock_recv` (which methods of a socket it calls). When upstream's loop waits, remove this.
 """
 
@@ -13,11 +13,11 @@ from sglang_oasis.seams.flags import uses_host_pool
 from sglang_oasis.seams.seam import Seam
 
 WAIT_MS = 1000
-"""So often the loop goes on without a request, to feed its watchdog; a request ends the wait at once."""
+"""Longest wait for a request, after which the loop continues to feed its watchdog; a request ends the wait early."""
 
 
 class PatientSocket:
-    """A zmq socket that waits for a message before it says that there is none."""
+    """A zmq socket that waits for a message for some time before it reports that there is none."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket

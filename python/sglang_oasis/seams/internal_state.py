@@ -1,4 +1,4 @@
-"""Adds the backends' statistics to what a scheduler answers to `/server_info` and `/lookahead_kv/stats`.
+"""Adds the backends' statistics to a scheduler's answers for `/server_info` and `/lookahead_kv/stats`.
 
 Read from sglang 0.5.23:
 `managers/scheduler_components/internal_state.SchedulerInternalStateController.get_internal_state`.

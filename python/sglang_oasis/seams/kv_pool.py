@@ -1,4 +1,4 @@
-"""SGLang's KV pool becomes the host pool; its allocator and radix tree stay.
+"""Replaces SGLang's KV pool by the host pool; SGLang's allocator and radix tree do not change.
 
 Read from sglang 0.5.23: `mem_cache/kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class`. AROUND the
 resolver rather than REPLACE on the pool class, because SGLang compares pool classes by identity.
@@ -18,7 +18,7 @@ from sglang_oasis.serving.kv_pool import HostKVPool
 
 @functools.cache
 def _summarising(fmt: SummaryFormat) -> type[HostKVPool]:
-    # SGLang builds the pool from its class alone; the same format must give the same class.
+    # SGLang creates the pool from its class only, and the same format must always give the same class.
     return type("SummarisingHostKVPool", (HostKVPool,), {"summary_format": fmt})
 
 

@@ -1,4 +1,4 @@
-"""What a launch needs from the machine: a free port, a whole model folder, threads that share the cores.
+"""What a launch needs from the machine: a free port, a complete model folder, threads that share the cores.
 
 Read from sglang 0.5.23: `utils/numa_utils.init_threads_binding` (SGLANG_CPU_OMP_THREADS_BIND).
 """
@@ -22,12 +22,12 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def share_the_cores() -> None:
-    """Let the OpenMP threads of the processes to be started fit the machine; what the user has set stays.
+    """Set OpenMP variables for the processes to be started, unless the user has set them.
 
-    They sleep at barriers instead of spinning: the forward pass shares the cores with the background pipeline, and a
-    thread that spins while its partner is descheduled blocks both. On a machine whose cores are all busy, a decode step
-    took 60 times as long. And where a container limits CPU time, there are no more of them than that pays for: OpenMP
-    counts CPUs only, and torch with it. The native threads follow torch's number.
+    Threads sleep at barriers instead of spinning: the forward pass shares the cores with the background pipeline, and a
+    thread that spins while its partner is descheduled blocks both. With spinning threads, a decode step took 60 times
+    as long on a machine whose cores are all busy. Where a container limits CPU time, the number of threads follows this
+    limit, because OpenMP and torch count CPUs only. The native threads use torch's number.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (threads := usable_cpus()) < allowed_cpus():
@@ -35,15 +35,15 @@ def share_the_cores() -> None:
 
 
 def ranks_per_host(server_args: Any) -> int:
-    """Ranks that share the memory of one host."""
+    """Return the number of ranks that share the memory of one host."""
     return max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes)
 
 
 def divide_cores(ranks: int) -> None:
-    """Give each of this host's ranks cores of its own, as far as there are enough.
+    """Give each of this host's ranks its own cores, as far as there are enough, unless the user has assigned cores.
 
-    SGLang gives a rank a NUMA node, and ends late where there are fewer nodes than ranks and no variable names
-    the cores. What a user has set stays.
+    SGLang gives each rank a NUMA node; if there are fewer nodes than ranks and no variable names the cores, it fails
+    late.
     """
     from sglang.srt.utils.numa_utils import get_cpu_ids_by_node
 
@@ -57,17 +57,17 @@ def divide_cores(ranks: int) -> None:
 
 
 def check_port(host: str | None, port: int) -> None:
-    """Refuse a port that something listens on; SGLang itself would notice only after it has loaded the model.
+    """Refuse a port that cannot be used, which SGLang itself would notice only after it has loaded the model.
 
     Raises:
-        LookaheadKVError: the port is in use.
+        LookaheadKVError: the port is in use, or the host or the port does not exist.
     """
     for bound in _bind(host, port):
         bound.close()
 
 
 def listen(host: str | None, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen, one for each address of the host, as asyncio's servers have.
+    """Return listening sockets, one for each address of the host, as asyncio's servers do.
 
     Raises:
         LookaheadKVError: the port has been taken since it was checked.
@@ -83,7 +83,7 @@ def listen(host: str | None, port: int, backlog: int) -> list[socket.socket]:
 
 
 def _bind(host: str | None, port: int) -> list[socket.socket]:
-    """One socket for each address of the host that this machine has."""
+    """Return a bound socket for each address of the host that this machine has."""
     bound: list[socket.socket] = []
     missing = None
     try:
@@ -122,19 +122,19 @@ def _bound(family: int, kind: int, protocol: int, address: Any) -> socket.socket
 
 def _unusable(host: str | None, port: int, reason: str | None) -> LookaheadKVError:
     return LookaheadKVError(
-        f"port {port} on {host or 'any address'} cannot be used ({reason}): stop what listens there or choose another "
-        f"--port."
+        f"port {port} on {host or 'any address'} cannot be used ({reason}): stop the program that uses it or choose "
+        f"another --port."
     )
 
 
 def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: bool = True) -> None:
-    """Refuse a model folder with files missing or cut short.
+    """Refuse a model folder with missing or truncated files.
 
-    Only what is there is read: the configuration, the shard index and each safetensors header.
+    Reads the configuration and, if they exist, the shard index and the header of each safetensors file.
 
     Args:
         folder: the model folder.
-        flag: what named it.
+        flag: the flag that named the folder.
         weights: whether weights will be loaded from it.
 
     Raises:
@@ -144,7 +144,7 @@ def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: boo
     try:
         json.loads(config.read_text())
     except FileNotFoundError:
-        raise LookaheadKVError(f"{folder} is not a model folder, config.json is missing: check {flag}.") from None
+        raise LookaheadKVError(f"config.json is missing in the model folder {folder}: check {flag}.") from None
     except ValueError:
         raise _damaged(config, "not valid JSON") from None
     if not weights:
@@ -156,7 +156,7 @@ def check_model_folder(folder: Path, *, flag: str = "--model-path", weights: boo
 
 
 def parameters_in(folder: Path) -> int | None:
-    """Parameters of a model folder, read off the headers of its safetensors files; None where it has none."""
+    """Return the number of parameters in a model folder's safetensors files, from their headers; None without files."""
     shards = list(_shards(folder)) if folder.is_dir() else []
     if not shards:
         return None
@@ -179,11 +179,11 @@ def _check_safetensors(shard: Path) -> None:
     header_size, tensors = _header(shard)
     promised = 8 + header_size + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
     if (size := shard.stat().st_size) != promised:
-        raise _damaged(shard, f"{size} bytes long, its header promises {promised}")
+        raise _damaged(shard, f"{size} bytes long, but its header says {promised}")
 
 
 def _header(shard: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Bytes of a safetensors header, and what it says of each tensor: where it lies, and its shape."""
+    """Return the bytes of a safetensors header, and its entry for each tensor: its position and its shape."""
     if not shard.exists():
         raise _damaged(shard, "missing")
     size = shard.stat().st_size

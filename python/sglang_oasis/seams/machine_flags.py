@@ -1,4 +1,4 @@
-"""Flags whose kernels or packages this machine does not have: refused here, and not after the model is loaded.
+"""Refuses flags whose kernels or packages this machine lacks, before the model is loaded.
 
 Read from sglang 0.5.23: field names and choices of ServerArgs, `lora/layers.py` (pinned memory),
 `constrained/base_grammar_backend.py`, `model_loader/loader.py`.
@@ -11,14 +11,14 @@ from typing import Any
 
 from sglang_oasis.errors import LookaheadKVError
 
-# Field -> (values that work on a CPU, what to do instead). SGLang has the others for GPUs only.
+# Field -> (values that work on a CPU, what to do instead). SGLang supports other values on GPUs only.
 _ON_A_CPU: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((None, False), "merge the adapter into the model's weights"),
     "lora_paths": ((None, [], {}), "merge the adapters into the model's weights"),
     "quantization": ((None, "unquant"), "use a model in bfloat16 or float32"),
-    "moe_runner_backend": (("auto", None), "leave it out"),
-    "moe_a2a_backend": (("none", None), "leave it out"),
-    "ep_size": ((1,), "leave it out"),
+    "moe_runner_backend": (("auto", None), "remove the flag"),
+    "moe_a2a_backend": (("none", None), "remove the flag"),
+    "ep_size": ((1,), "remove the flag"),
 }
 # (Field, value) -> the package that SGLang imports for it, after the model is loaded.
 _PACKAGES: dict[tuple[str, str], str] = {
@@ -32,10 +32,10 @@ _PACKAGES: dict[tuple[str, str], str] = {
 
 
 def check_device_flags(view: Any) -> None:
-    """Refuse flags that only a GPU serves.
+    """Refuse flags that work on a GPU only.
 
     Args:
-        view: the arguments as they are resolved; the quantisation may be the model's own.
+        view: the resolved arguments; the quantisation may come from the model.
 
     Raises:
         LookaheadKVError: one sentence.
@@ -57,12 +57,12 @@ def check_packages(view: Any) -> None:
     for (field, value), package in _PACKAGES.items():
         if getattr(view, field) == value and find_spec(package) is None:
             raise LookaheadKVError(
-                f"{as_typed(field, value)} needs the package {package}, which is not installed: install it or leave "
-                f"the flag out."
+                f"{as_typed(field, value)} needs the package {package}, which is not installed: install it or remove "
+                f"the flag."
             )
 
 
 def as_typed(field: str, value: Any) -> str:
-    """A flag as a user types it."""
+    """Return a flag and its value as a user types them."""
     flag = "--" + field.replace("_", "-")
     return flag if value is True or not isinstance(value, str | int | float) else f"{flag} {value}"

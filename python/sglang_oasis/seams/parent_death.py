@@ -1,13 +1,13 @@
-"""The processes of a server end when their parent does, from their first moment on.
+"""Makes every process of a server end when its parent ends, from the start of the process on.
 
-SGLang's processes ask the kernel for that, too (`utils/common.kill_itself_when_parent_died`), but only when they have
-imported everything, which takes many seconds, and without noticing a parent that is gone by then.
+SGLang's processes ask the kernel for this, too (`utils/common.kill_itself_when_parent_died`), but only after they have
+imported everything, which takes many seconds, and they do not notice a parent that has ended before.
 
 Read from Python 3.11 and 3.12: `multiprocessing/spawn.get_preparation_data` (AFTER: a spawned process unpickles its
 result before anything else, and ignores keys that it does not know). Read from sglang 0.5.23:
 `entrypoints/engine.Engine._launch_scheduler_processes`, `Engine._launch_detokenizer_subprocesses` (AROUND: a program
-that uses an Engine may spawn processes of its own, which are not to be touched). A data-parallel controller is one of
-these processes, and what it spawns are schedulers. When upstream arms its children as they start, remove this.
+that uses an Engine may spawn processes of its own, which must not be changed). A data-parallel controller is one of
+these processes, and spawns schedulers. Remove this when upstream does the same as soon as its processes start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _armed = False
 
 
 class _Parent:
-    """Unpickled in a child, it arms the child."""
+    """Calls `end_with` in a child process when the child unpickles it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -40,7 +40,7 @@ class _Parent:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel end this process as soon as its parent, the process `parent`, ends, or has ended."""
+    """Let the kernel end this process when its parent, the process `parent`, ends, or now if it has ended already."""
     global _armed
     _armed = True
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Keeps SGLang from resizing the KV pool to what CUDA graphs leave of the device's memory: the pool is host memory.
+"""Stops SGLang from resizing the KV pool to the device memory that CUDA graphs leave, because it is in host memory.
 
-Read from sglang 0.5.23: `arg_groups/overrides.post_capture_kv_sizing_planned`, which is asked by the memory heuristic
-of the arguments and by `model_runner_components/kv_pool_runtime.is_post_capture_kv_active`. Not run on a GPU yet.
+Read from sglang 0.5.23: `arg_groups/overrides.post_capture_kv_sizing_planned`, which the memory heuristic of the
+arguments and `model_runner_components/kv_pool_runtime.is_post_capture_kv_active` call. Not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What must be true before a server with lookahead KV, or with the dense backend, starts.
+"""Checks before a server with lookahead KV or with the dense backend starts.
 
-Checked in the launcher, before a process is spawned.
+They run in the launcher, before a process is spawned.
 
 Read from sglang 0.5.23: field names of ServerArgs, `arg_groups/model_override_base.py` (resolving_view,
 model_config_of), `configs/model_config.ModelConfig`.
@@ -31,7 +31,7 @@ from sglang_oasis.seams.machine_flags import as_typed, check_device_flags, check
 from sglang_oasis.seams.sizing import check_host_bytes, draft_layout_of_flags, layout_of_model, note_free_host_bytes
 from sglang_oasis.tier.budget import UNKNOWN, divide_memory
 
-# Field of ServerArgs -> values with which the host pool works. The flag is the field's name with dashes.
+# Field of ServerArgs -> values that work with the host pool. The flag is the field's name with dashes.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_backend": (None,),
     "prefill_attention_backend": (None,),
@@ -76,7 +76,7 @@ _ALGORITHMS = (None, EAGLE3, NGRAM)
 
 
 def asked_by(server_args: Any) -> str:
-    """The flag that asked for the host pool, as a user typed it."""
+    """Return the flag that asked for the host pool, as a user types it."""
     return "--enable-lookahead-kv" if enabled(server_args) else f"--attention-backend {DENSE_BACKEND_NAME}"
 
 
@@ -133,18 +133,18 @@ def check_model(server_args: Any) -> None:
     for trait, present in unsupported.items():
         if present:
             raise LookaheadKVError(
-                f"{asked_by(server_args)} serves MHA and GQA models only, and {architecture} has {trait}: start it "
-                f"without the flag."
+                f"{asked_by(server_args)} serves MHA, GQA and MQA models only, but {architecture} has {trait}: start the "
+                f"server without the flag."
             )
     if model.v_head_dim != model.head_dim:
         raise LookaheadKVError(
-            f"{asked_by(server_args)} needs keys and values of one head size, and {architecture} has {model.head_dim} "
-            f"and {model.v_head_dim}: start it without the flag."
+            f"{asked_by(server_args)} needs keys and values of one head size, but {architecture} has {model.head_dim} "
+            f"and {model.v_head_dim}: start the server without the flag."
         )
 
 
 def check_after_resolution(server_args: Any) -> None:
-    """Check what depends on the device, and that the tiers fit the memory.
+    """Check the arguments that depend on the device, and that the tiers fit into the memory.
 
     Raises:
         LookaheadKVError: one sentence.
@@ -161,48 +161,48 @@ def check_after_resolution(server_args: Any) -> None:
         _check_memory(server_args, model_config_of(server_args), view)
     elif view.device != "cpu":
         raise LookaheadKVError(
-            f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: leave it out."
+            f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: remove the flag."
         )
     if view.device == "cpu":
         divide_cores(ranks_per_host(server_args))
         share_the_cores()
-        native.prepare()  # here, where the user sees it, and not in every rank
+        native.prepare()  # here, where the user sees the messages, and not in every rank
 
 
 def check_device(server_args: Any, model: Any, view: Any) -> None:
-    """Refuse what only a CPU does so far.
+    """Refuse settings that only a CPU supports so far.
 
     Raises:
         LookaheadKVError: one sentence.
     """
     if view.device not in ("cpu", "cuda"):
         raise LookaheadKVError(
-            f"--enable-lookahead-kv runs on CPUs and CUDA devices, not on {view.device}: leave it out."
+            f"--enable-lookahead-kv runs on CPUs and CUDA devices, not on {view.device}: remove the flag."
         )
     config = config_of(server_args, view.page_size)
     wanted: dict[str, tuple[bool, str]] = {
         "--lookahead-kv-miss-policy auto": (config.miss_policy == AUTO, "use drop or fetch"),
         "--lookahead-kv-fetch-ratio auto": (config.fetch_ratio is None, "give a number"),
-        "--lookahead-kv-audit-interval": (config.audit_interval > 0, "leave it out"),
+        "--lookahead-kv-audit-interval": (config.audit_interval > 0, "remove the flag"),
         f"--lookahead-kv-selector {config.selector}": (
             not isinstance(SELECTORS.find(config.selector), BoundSelector),
-            "its kernels compute bounds only, use minmax or midrange",
+            "use minmax or midrange, because its kernels compute bounds only",
         ),
-        "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or leave it out"),
+        "--speculative-algorithm EAGLE3": (view.speculative_algorithm == EAGLE3, "use NGRAM or remove the flag"),
         "--lookahead-kv-source dual": (view.speculative_algorithm == DUAL_ALGORITHM, "use last-query"),
         f"heads of {model.head_dim}": (
             not device_step.serves(model.head_dim),
-            "use a model with a multiple of 16 up to 256",
+            "use a model whose head size is a multiple of 16 up to 256",
         ),
     }
     for what, (asked, remedy) in wanted.items():
         if asked:
-            raise LookaheadKVError(f"--enable-lookahead-kv does not do {what} on a CUDA device yet: {remedy}.")
+            raise LookaheadKVError(f"--enable-lookahead-kv does not support {what} on a CUDA device yet: {remedy}.")
     graphs = view.cuda_graph_config
     if DebugEnv.read().trace_dir is not None and graphs.decode.backend != "disabled":
         raise LookaheadKVError(
-            "SGLANG_OASIS_TRACE_DIR looks into every decode step, which a CUDA graph does not allow: add "
-            "--disable-cuda-graph or leave it out."
+            "SGLANG_OASIS_TRACE_DIR records every decode step, which does not work with CUDA graphs: add "
+            "--disable-cuda-graph or unset the variable."
         )
     for phase, allowed in (("decode", "full"), ("prefill", "breakable")):
         backend = getattr(graphs, phase).backend
@@ -214,11 +214,11 @@ def check_device(server_args: Any, model: Any, view: Any) -> None:
 
 
 def _check_heads(model: Any, tp_size: int) -> None:
-    """SGLang gives each rank whole heads, and finds out that it cannot when it loads the weights."""
+    """Refuse a --tp-size that does not divide the heads, which SGLang would notice only when it loads the weights."""
     heads, kv_heads = model.get_total_num_attention_heads(), model.get_total_num_kv_heads()
     if heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
         raise LookaheadKVError(
-            f"--tp-size {tp_size} does not divide the model's {heads} query and {kv_heads} KV heads: use one that does."
+            f"--tp-size {tp_size} does not divide the model's {heads} query and {kv_heads} KV heads: use another value."
         )
 
 
@@ -234,15 +234,15 @@ def _check_overrides(text: str) -> None:
 def _check_folder(flag: str, path: str, load_format: str) -> None:
     folder = Path(path)
     if folder.is_dir() and load_format == "gguf":
-        raise LookaheadKVError(f"--load-format gguf reads a file, and {folder} is a folder: give a file to {flag}.")
+        raise LookaheadKVError(f"--load-format gguf reads a file, but {folder} is a folder: give a file to {flag}.")
     if folder.is_dir() and load_format == "sharded_state" and not list(folder.glob("model-rank-*-part-*.safetensors")):
         raise LookaheadKVError(
-            f"--load-format sharded_state finds no model-rank-*-part-*.safetensors in {folder}: leave the format out."
+            f"--load-format sharded_state finds no model-rank-*-part-*.safetensors in {folder}: remove the flag."
         )
     if folder.is_dir():
         check_model_folder(folder, flag=flag, weights=load_format in ("auto", "safetensors"))
-    elif folder.is_absolute() and not folder.exists():  # a GGUF file is fine
-        raise LookaheadKVError(f"{folder} is not a model folder, it does not exist: check {flag}.")
+    elif folder.is_absolute() and not folder.exists():  # a GGUF file is allowed
+        raise LookaheadKVError(f"The model folder {folder} does not exist: check {flag}.")
 
 
 def _check_draft_model(server_args: Any) -> None:
@@ -255,31 +255,31 @@ def _check_draft_model(server_args: Any) -> None:
     load_format = server_args.speculative_draft_load_format or server_args.load_format
     _check_folder("--speculative-draft-model-path", path, load_format)
     config = Path(path) / "config.json"
-    if not config.is_file():  # SGLang knows where else to look
+    if not config.is_file():  # SGLang knows other places to look
         return
     architectures = json.loads(config.read_text()).get("architectures", [])
     if not any("eagle3" in name.lower() for name in architectures):
         raise LookaheadKVError(
-            f"--speculative-draft-model-path {path} is no EAGLE-3 head but {', '.join(architectures) or 'unnamed'}: "
-            f"give the folder of a head that was trained for the model."
+            f"--speculative-draft-model-path must be the folder of an EAGLE-3 head that was trained for the model, got "
+            f"{path} with architecture {', '.join(architectures) or 'unknown'}."
         )
 
 
 def _check_drafts(server_args: Any) -> None:
-    """Refuse what does not make chains of drafts: the backends verify nothing else."""
+    """Refuse speculation that does not draft chains, because the backends cannot verify anything else."""
     algorithm = algorithm_of(server_args)
     if algorithm not in (*_ALGORITHMS, DUAL_ALGORITHM if enabled(server_args) else None):
         raise _does_not_work_with(server_args, "speculative_algorithm")
     if algorithm is not None and server_args.enable_watermark:
         raise LookaheadKVError(
-            f"{asked_by(server_args)} does not watermark what {algorithm} speculates: leave out --enable-watermark or "
-            f"the speculation."
+            f"{asked_by(server_args)} cannot watermark the tokens that {algorithm} speculates: remove "
+            f"--enable-watermark or --speculative-algorithm."
         )
     path = server_args.speculative_draft_model_path
     if path is not None and algorithm != EAGLE3:
         raise LookaheadKVError(
-            f"--speculative-draft-model-path {path} has no effect without --speculative-algorithm {EAGLE3}: add it or "
-            f"leave the path out."
+            f"--speculative-draft-model-path {path} has no effect without --speculative-algorithm {EAGLE3}: add the "
+            f"algorithm or remove the path."
         )
     steps = server_args.speculative_num_steps
     if algorithm == EAGLE3 and steps is not None and steps < 1:
@@ -287,7 +287,7 @@ def _check_drafts(server_args: Any) -> None:
     tokens = server_args.speculative_num_draft_tokens
     if algorithm in (EAGLE3, NGRAM) and tokens is not None and tokens < 2:
         raise LookaheadKVError(
-            f"--speculative-num-draft-tokens must be 2 or more, since it counts the newest token, got {tokens}."
+            f"--speculative-num-draft-tokens must be 2 or more, because it includes the newest token, got {tokens}."
         )
     wanted: dict[str, Any] = {"speculative_eagle_topk": 1}
     if algorithm == NGRAM:
@@ -302,7 +302,7 @@ def _check_drafts(server_args: Any) -> None:
 
 
 def _has_sliding_window(text_config: Any) -> bool:
-    # A sliding_window without such layers is one that SGLang does not apply (Mistral, Qwen2).
+    # If the config has a sliding_window but no such layers, SGLang ignores the window (Mistral, Qwen2).
     return "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
 
 
@@ -314,14 +314,14 @@ def _has_state_space(model: Any) -> bool:
 
 
 def _check_memory(server_args: Any, model: Any, view: Any) -> None:
-    """Find out now what the scheduler would find out after it has loaded the model."""
+    """Refuse tiers that do not fit, which the scheduler would notice only after it has loaded the model."""
     layout = layout_of_model(server_args, model, dtypes.kv_dtype(view, model.dtype), view.tp_size, view.page_size)
     draft = draft_layout_of_flags(server_args, model, view)
     device_is_host = view.device == "cpu"
     budget = divide_memory(
         config_of(server_args, view.page_size),
         ranks=ranks_per_host(server_args),
-        # What a GPU has free is known in the scheduler only, when the model is on it.
+        # The free memory of a GPU is known only in the scheduler, after the model is loaded.
         free_device_bytes=None if device_is_host else UNKNOWN,
     )
     if server_args.dp_size > 1:

@@ -18,11 +18,11 @@ from sglang_oasis.serving.cpu_platform.detect import cpu_platform_wanted
 Step = Callable[[Any], None]
 SOURCE = "lookahead_kv"
 DRAFT_STEPS = 3
-"""Tokens that EAGLE-3 drafts per step when no flag says otherwise."""
+"""Tokens that EAGLE-3 drafts per step if no flag sets them."""
 
 
 def install() -> None:
-    """Wrap the steps that lookahead KV has a say in."""
+    """Wrap the resolution steps that lookahead KV changes."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     register_resolution_hook("handle_missing_default_values")(_set_defaults)
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def _set_defaults(server_args: Any, previous: Step) -> None:
-    """Runs before any platform, model or attention default."""
+    """Set our defaults before SGLang sets platform, model or attention defaults."""
     if uses_host_pool(server_args):
         from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -52,7 +52,7 @@ def _set_defaults(server_args: Any, previous: Step) -> None:
 
 
 def _sleep_when_idle(server_args: Any) -> None:
-    """On a CPU an idle scheduler must not take a core from other processes; needs the device."""
+    """Make an idle scheduler sleep on a CPU, so that it takes no core from other processes; needs the device."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     view = resolving_view(server_args)
@@ -61,21 +61,21 @@ def _sleep_when_idle(server_args: Any) -> None:
 
 
 def graph_defaults(device: str | None) -> dict[str, bool]:
-    """On a CPU a step is driven by the host and cannot be captured; the device is chosen later, if it was not given."""
+    """Return the defaults that turn CUDA graphs off on a CPU, where steps cannot be captured; `device` may be None."""
     on_cpu = cpu_platform_wanted() if device is None else device == "cpu"
     return {"disable_cuda_graph": True} if on_cpu else {}
 
 
 def _dual_algorithm(server_args: Any) -> dict[str, str]:
-    """Source `dual` is a speculative algorithm of SGLang's."""
+    """Return the flags for source `dual`, which SGLang must run as a speculative algorithm."""
     asked = enabled(server_args) and server_args.lookahead_kv_source == DUAL
     return {"speculative_algorithm": DUAL_ALGORITHM} if asked else {}
 
 
 def _chain_defaults(view: Any) -> dict[str, int]:
-    """The flags of EAGLE-3 that were left out; SGLang's own choice may be a tree, and it wants all of them or none.
+    """Return EAGLE-3's missing flags; SGLang's own defaults may draft a tree, and it accepts only all of them or none.
 
-    Where steps and draft tokens contradict each other, SGLang keeps the steps.
+    If steps and draft tokens contradict each other, SGLang uses the steps.
     """
     if algorithm_of(view) != EAGLE3:
         return {}
@@ -91,9 +91,9 @@ def _chain_defaults(view: Any) -> dict[str, int]:
 
 
 def _check_model_first(server_args: Any, previous: Step) -> None:
-    """Before SGLang asserts, for some models, that the attention backend is one it knows for them.
+    """Check the model before SGLang asserts, for some models, that it knows the attention backend for them.
 
-    And before anything depends on the model's dtype.
+    This is also before anything depends on the model's dtype.
     """
     if uses_host_pool(server_args):
         check_model(server_args)

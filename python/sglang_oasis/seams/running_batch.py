@@ -1,10 +1,10 @@
-"""What happens around each batch that runs: its penalizers count, and a finished request's row is given up again.
+"""Runs code around each batch: updates the batch's penalizers before, and releases rows of finished requests after.
 
 Read from sglang 0.5.23: `managers/scheduler.Scheduler.run_batch` (every batch passes it, with results of an earlier one
-still unprocessed in `result_queue`) and `is_disable_overlap_for_batch` (NGRAM's batches with a grammar first have the
-earlier result processed, which may finish requests of theirs: these run once more, on rows that were freed). AROUND:
-what a step looks back at is there while it runs. Remove the parts where upstream's penalizers count exactly, and where
-finished requests leave the batch.
+still unprocessed in `result_queue`) and `is_disable_overlap_for_batch` (before NGRAM's batches with a grammar, the
+earlier result is processed, which may finish requests of the batch: these run once more, on freed rows). AROUND: the
+data that a step depends on must exist while it runs. Remove the parts when upstream's penalizers count exactly, and
+when finished requests leave the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _running: LooksBack | None = None
 
 
 def looks_back() -> LooksBack | None:
-    """What the batch that ran last depends on beside its logits; with a grammar its sampling may still be due."""
+    """Return what sampling the newest batch depends on besides its logits; with a grammar it may not be sampled yet."""
     return _running
 
 
@@ -42,13 +42,13 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
     try:
         return original(scheduler, batch, *args, **kwargs)
     finally:
-        info.sampling_seed = None  # batches with and without seeds are merged
+        info.sampling_seed = None  # because SGLang merges batches with and without seeds
         _give_up(scheduler.req_to_token_pool, rows)
 
 
 @functools.cache
 def _generator(seed: int) -> torch.Generator:
-    """For requests without a seed beside those with one; all ranks draw the same."""
+    """Return the source of seeds for requests without one, in a batch with seeds; it is the same on all ranks."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -66,7 +66,7 @@ def _prepare(batch: Any, unprocessed: Any) -> LooksBack | None:
 
 
 def _give_up(pool: Any, rows: list[int]) -> None:
-    """Tell who follows rows of SGLang's table that these hold no request."""
+    """Tell the observer of SGLang's rows that these rows hold no request."""
     if pool._aux_cache is not None:
         for row in rows:
             pool._aux_cache.free(row)

@@ -1,9 +1,9 @@
-"""Seeds are honoured, a distribution without a token ends nothing, and repetition penalties need no compiler.
+"""Fixes sampling: seeds work, a distribution without any token ends no scheduler, penalties need no compiler.
 
 Read from sglang 0.5.23: `layers/sampler.Sampler._sample_from_probs`,
-`sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. `seams/running_batch.py` has what a batch looks back
-at, `seams/speculation.py` hands verification to `serving/sampling/verification.py`. Remove the first where upstream's
-seeds need no deterministic mode, the second where a CPU does not compile it.
+`sampling/penaltylib/repetition_penalty.apply_scaling_penalties`. `seams/running_batch.py` prepares the batch's history,
+`seams/speculation.py` calls `serving/sampling/verification.py` to verify drafts. Remove the first hook when upstream's
+seeds need no deterministic mode, the second when upstream does not compile that function on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_oasis.serving.sampling.seeds import draw
 def _sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs: Any, info: Any, positions: Any, simple_sampling_case: bool
 ) -> Any:
-    # Where every token is forbidden, as behind a draft that a grammar forbids, torch.multinomial would raise.
+    # If every token is forbidden, as after a draft that a grammar forbids, torch.multinomial would raise.
     probs = probs.nan_to_num(nan=1.0)
     if info.sampling_seed is None:
         return original(sampler, probs, info, positions, simple_sampling_case)
@@ -30,7 +30,7 @@ def _sample_from_probs(
         _, capture = original(
             sampler, probs, dataclasses.replace(info, sampling_seed=None), positions, simple_sampling_case
         )
-        capture = capture._replace(selected_weight=None)  # SGLang then looks the sampled token's up
+        capture = capture._replace(selected_weight=None)  # SGLang then looks up the weight of the sampled token
     return tokens, capture
 
 

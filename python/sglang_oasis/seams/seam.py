@@ -17,7 +17,7 @@ class Seam:
     """A hook on an SGLang symbol.
 
     Attributes:
-        target: dotted path below `sglang.srt`, or from a package's name on: `sglang`, or one that SGLang builds on.
+        target: dotted path below `sglang.srt`, or a full path that begins with `sglang` or a dependency of SGLang.
         hook: the hook function, with the signature that SGLang prescribes for `kind`.
         kind: "BEFORE", "AFTER", "AROUND" or "REPLACE".
     """
@@ -32,8 +32,8 @@ class Seam:
 
 
 def not_installed(what: str) -> LookaheadKVError:
-    """The error for something of ours that is not in place inside SGLang."""
+    """Return the error for a hook or another part of ours that could not be installed in SGLang."""
     return LookaheadKVError(
         f"sglang-oasis cannot start: {what} could not be installed; install "
-        f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that occupies it."
+        f"sglang=={SUPPORTED_SGLANG_VERSION}, or remove the plugin that replaces it."
     )

@@ -24,7 +24,7 @@ from sglang_oasis.seams.flags import uses_host_pool
 HELP_HEADING = "lookahead KV (sglang-oasis)"
 SLEEP_HELP = (
     "Reduce CPU usage when sglang is idle. On by default with --enable-lookahead-kv or --attention-backend "
-    f"{DENSE_BACKEND_NAME} on a CPU: `--sleep-on-idle false` keeps polling."
+    f"{DENSE_BACKEND_NAME} on a CPU: `--sleep-on-idle false` makes it poll."
 )
 ENABLE_HELP = (
     "Keep the full KV cache in host memory and decode on a bounded working set per KV head; every flag below needs it."
@@ -32,17 +32,17 @@ ENABLE_HELP = (
 
 
 def _upstream() -> Any:
-    """SGLang's own class. Not a module binding: the REPLACE hook rewrites every binding of the class it replaces."""
+    """Return SGLang's own class; not a module variable, because the REPLACE hook rewrites all bindings of the class."""
     return ServerArgs.__base__
 
 
 def _field(name: str, help_text: str, default: Any) -> tuple[str, Any, Any]:
-    # no_cli: the flags are registered under a heading of their own in `add_cli_args`.
+    # no_cli, because `add_cli_args` registers the flags under a heading of their own.
     return name, Annotated[Any, Arg(help=help_text, no_cli=True)], default
 
 
 class _Behaviour:
-    """Methods of the subclass; plain functions, copied into the Struct's namespace."""
+    """The methods of the subclass, which are copied as plain functions into the Struct's namespace."""
 
     def __post_init__(self: Any) -> None:
         _upstream().__post_init__(self)
@@ -78,9 +78,9 @@ class _Behaviour:
 
 
 def _make_sleeping_a_choice(parser: argparse.ArgumentParser) -> None:
-    """Upstream's flag can only turn sleeping on; ours is on by default on a CPU, and `false` must be possible to say.
+    """Let --sleep-on-idle take a value: upstream's flag can only turn sleeping on, but our default on a CPU is on.
 
-    SGLang's reader of YAML files hands a truth value on to a flag that takes a value, and drops `false` for others.
+    SGLang's YAML reader passes true and false to a flag that takes a value, and drops `false` for other flags.
     """
     handler, parser.conflict_handler = parser.conflict_handler, "resolve"
     parser.add_argument(
@@ -91,7 +91,7 @@ def _make_sleeping_a_choice(parser: argparse.ArgumentParser) -> None:
 
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text}")
     return text.lower() == "true"
 
 
@@ -100,7 +100,7 @@ def _refuse_flags_without_effect(server_args: Any) -> None:
         if getattr(server_args, knob.name) != knob.default:
             activation.print_sentences()
             raise LookaheadKVError(
-                f"{knob.flag} has no effect without --enable-lookahead-kv: add it or leave both out."
+                f"{knob.flag} has no effect without --enable-lookahead-kv: add that flag or remove {knob.flag}."
             )
 
 
@@ -118,7 +118,7 @@ def _parser_of(knob: Knob) -> Any:
     def parse(text: str) -> Any:
         return knob.parse(text)
 
-    parse.__name__ = "number" if knob.parse is not str else "value"  # argparse names it in its error
+    parse.__name__ = "number" if knob.parse is not str else "value"  # argparse shows this name in its errors
     return parse
 
 
@@ -127,7 +127,7 @@ ServerArgs: Any = msgspec.defstruct(
     [
         _field(ENABLE_FLAG, ENABLE_HELP, False),
         *(_field(knob.name, knob.help, knob.default) for knob in KNOBS),
-        _field("sleep_on_idle", SLEEP_HELP, None),  # None: not said; keeps upstream's place
+        _field("sleep_on_idle", SLEEP_HELP, None),  # None: not given; keeps the position of upstream's field
     ],
     bases=(upstream.ServerArgs,),
     namespace={name: vars(_Behaviour)[name] for name in ("__post_init__", "resolve_once", "add_cli_args")},
@@ -137,7 +137,7 @@ ServerArgs: Any = msgspec.defstruct(
 
 
 def install() -> None:
-    """Put the subclass in the place of SGLang's ServerArgs; SGLang applies the hook after the plugins have run."""
+    """Replace SGLang's ServerArgs by the subclass; SGLang applies the hook after the plugins have run."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

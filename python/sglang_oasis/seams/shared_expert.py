@@ -1,4 +1,4 @@
-"""The gate of a shared expert on a CPU, for which SGLang has a Triton kernel only (Qwen2-MoE and its relatives).
+"""Computes the gate of a shared expert on a CPU; SGLang has only a Triton kernel for it (Qwen2-MoE and similar models).
 
 Read from sglang 0.5.23: `kernels/ops/elementwise/elementwise.fused_gate_sigmoid_mul_add` and `.fused_gate_sigmoid_mul`,
 `models/qwen2_moe.py`. AROUND: other devices keep the kernel. Remove this when upstream has a path in torch.
@@ -17,7 +17,7 @@ from sglang_oasis.seams.seam import Seam
 def _gated(
     original: Callable[..., Tensor], hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor
 ) -> Tensor:
-    """hidden_states [T, D], gate_weight [D], shared_output [T, D] -> the gated shared_output [T, D]."""
+    """Gate: hidden_states [T, D], gate_weight [D], shared_output [T, D] -> the gated shared_output [T, D]."""
     if hidden_states.device.type != "cpu":
         return original(hidden_states, gate_weight, shared_output)
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
@@ -31,7 +31,7 @@ def _add_gated(
     shared_output: Tensor,
     final_hidden_states: Tensor,
 ) -> None:
-    """The same, added to final_hidden_states [T, D] in place."""
+    """Add the gated shared_output to final_hidden_states [T, D] in place."""
     if hidden_states.device.type != "cpu":
         original(hidden_states, gate_weight, shared_output, final_hidden_states)
         return

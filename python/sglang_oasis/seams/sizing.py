@@ -1,4 +1,4 @@
-"""max_total_num_tokens follows from host memory, max_running_requests from device memory.
+"""Derives max_total_num_tokens from host memory, and max_running_requests from device memory.
 
 Read from sglang 0.5.23: `mem_cache/kv_cache_configurator.KVCacheConfigurator._profile_available_bytes` (AROUND: the
 byte budget of the KV pool) and `.resolve_max_num_reqs` (AFTER: an upper bound on the requests).
@@ -36,7 +36,7 @@ def layout_of_model(
     page_size: int,
     context_length: int | None = None,
 ) -> TierLayout:
-    """Sizes of the tiers on one rank.
+    """Return the sizes of the tiers on one rank.
 
     Args:
         server_args: SGLang's arguments.
@@ -59,18 +59,18 @@ def layout_of_model(
 
 
 def layout_of_runner(runner: Any) -> TierLayout:
-    """Sizes of the tiers of a model runner or of its KV cache configurator."""
+    """Return the sizes of the tiers of a model runner or of its KV cache configurator."""
     return _layout(runner, runner.model_config)
 
 
 def draft_layout(configurator: Any) -> TierLayout | None:
-    """Sizes of the draft model's tiers, of the target's configurator; None without a draft model."""
+    """Return the sizes of the draft model's tiers, given the target's configurator; None without a draft model."""
     draft = configurator.spec_aux_config.draft_model_config
     return None if draft is None else _layout(configurator, draft)
 
 
 def draft_layout_of_flags(server_args: Any, model_config: Any, view: Any) -> TierLayout | None:
-    """The same before the models are loaded.
+    """Return the sizes of the draft model's tiers before the models are loaded; None without a draft model.
 
     Args:
         server_args: SGLang's arguments.
@@ -107,16 +107,16 @@ def _layout(runner: Any, model_config: Any) -> TierLayout:
 
 
 def note_free_host_bytes() -> None:
-    """Tell the processes to be started what is free before any of them runs."""
+    """Tell the processes to be started how much host memory is free before any of them runs."""
     note_free_at_launch(available_host_bytes())
 
 
 def host_bytes_to_share(server_args: Any) -> int | None:
-    """Host memory that the ranks of this host divide, None for what is free now.
+    """Return the host bytes that the ranks of this host divide; None for the bytes that are free now.
 
-    Tensor-parallel ranks measure together. Data-parallel replicas do not wait for each other: one has loaded its
-    weights or filled its pool when another measures. So each starts from what was free in the launcher, and what it
-    has taken itself comes off its own share.
+    Tensor-parallel ranks measure at the same time. Data-parallel replicas do not wait for each other: one may have
+    loaded its weights or filled its pool when another measures. So each starts from the bytes that were free in the
+    launcher, and subtracts from its share the memory that it has taken itself.
     """
     noted = free_at_launch()
     if server_args.dp_size == 1 or noted is None:
@@ -144,14 +144,14 @@ def _kv_bytes(original: Callable[..., int], configurator: Any, pre_model_load_me
 
 
 def bytes_to_divide(host_bytes: int, layout: TierLayout, draft: TierLayout | None, counted_layers: int) -> int:
-    """What SGLang divides into KV indices, so that the pages that follow take `host_bytes`.
+    """Return the bytes that SGLang must divide into KV indices, so that the resulting pages take `host_bytes`.
 
-    SGLang counts no summaries, and a draft model's layers as if they were the target's.
+    SGLang does not count summaries, and counts a draft model's layers as if they were layers of the target.
 
     Args:
-        host_bytes: for the pages of both models, summaries included.
+        host_bytes: bytes for the pages of both models, summaries included.
         layout, draft: sizes of both models' tiers.
-        counted_layers: of the draft model, as SGLang counts them.
+        counted_layers: layers of the draft model that SGLang counts.
     """
     page = layout.num_layers * layout.kv_heads * layout.chunk_bytes
     if draft is None:
@@ -161,7 +161,7 @@ def bytes_to_divide(host_bytes: int, layout: TierLayout, draft: TierLayout | Non
 
 
 def _least_of_all_ranks(*sizes: int) -> list[int]:
-    """The smallest of each size over the ranks: their schedulers decide alone and must see the same capacity."""
+    """Return the smallest of each size over the ranks, because their schedulers must all see the same capacity."""
     from sglang.srt.runtime_context import get_parallel
 
     least = torch.tensor(sizes)
@@ -181,26 +181,26 @@ def _cap_requests(result: int, configurator: Any, token_capacity: int) -> int:
     rows = layout.rows_in(device_bytes, draft.row_bytes if draft else 0)
     if rows < result and configurator.server_args.max_running_requests is not None:
         logger.warning(
-            "max_running_requests is %d, not the requested %d: raise --lookahead-kv-device-gb for more.", rows, result
+            "max_running_requests is %d instead of the requested %d: raise --lookahead-kv-device-gb.", rows, result
         )
     return min(result, rows)
 
 
 def staging_bytes(layout: TierLayout) -> int:
-    """Device bytes of the buffers through which prefill passes, where the KV cache is not the device's own memory."""
+    """Return the device bytes of the prefill staging buffers of a device whose KV cache is in host memory."""
     return PrefillStaging.bytes_of(layout, layout.max_blocks)
 
 
 def leftover_device_bytes(layout: TierLayout, rows: int) -> int:
-    """Of the device budget, what `rows` rows and the staging buffers leave over."""
+    """Return the bytes of the device budget that `rows` rows and the staging buffers do not use."""
     return max(0, device_budget.get() - rows * layout.row_bytes - staging_bytes(layout))
 
 
 def check_host_bytes(layout: TierLayout, host_bytes: int, draft: TierLayout | None = None) -> None:
-    """Refuse a host pool that cannot hold one request's working set, in the pages of both models.
+    """Refuse a host pool that cannot hold the pages of one request's working set, for both models.
 
     Raises:
-        LookaheadKVError: names the size and the least that works.
+        LookaheadKVError: the pool is too small; the message names its size and the least that works.
     """
     page_bytes = layout.host_page_bytes + (draft.host_page_bytes if draft else 0)
     least = (min(layout.selected_blocks) + layout.local_slots) * page_bytes

@@ -1,9 +1,9 @@
-"""Speculation on our backends: the draft model's attention, and on a CPU the ops that SGLang has for GPUs only.
+"""Enables speculation on our backends: the draft model's attention, and on a CPU the ops that SGLang has for GPUs only.
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory`, `arg_groups/speculative_hook.py`,
 `speculative/eagle_utils.eagle_sample`, `speculative/cpp_ngram/ngram_corpus.NgramCorpus`, and the modules that
-`serving/cpu_platform/speculative.py` names. A stand-in is REPLACEd by a hook where the op exists; where it cannot be
-imported without SGLang's compiled kernels (`reconstruct_tree`), it is put in place here, and `verify` checks it.
+`serving/cpu_platform/speculative.py` names. A REPLACE hook installs a stand-in where SGLang's op exists; an op that
+cannot be imported without SGLang's compiled kernels (`reconstruct_tree`) is set here, and `verify` checks it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _RECONSTRUCT_FUNCTION = "reconstruct_indices_from_tree_mask_func"
 
 
 def _keep_overlap(original: Callable[[Any], None], server_args: Any) -> None:
-    """SGLang's own CPU engine cannot overlap scheduling and speculation; here nothing stands against it."""
+    """Keep the overlap of scheduling and speculation, which SGLang turns off because its CPU engine lacks it."""
     if not uses_host_pool(server_args):
         original(server_args)
 
 
 def _last_loc_on_torch(original: Callable[..., Any], *args: Any) -> Any:
-    """SGLang has this one in torch, too, and takes it for its own backends only."""
+    """Use SGLang's torch version of this op, which SGLang uses for its own backends only."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
@@ -60,7 +60,7 @@ def _serves(factory: Any) -> bool:
 
 
 def _accept_or_reject(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Where drafts only serve as lookahead queries none is accepted, and what is sampled at the root stands."""
+    """Accept no draft if drafts serve only as lookahead queries; the token sampled at the root is the output."""
     predict, accept_lens, accept_index = verify_by_sampling(original, looks_back(), *args, **kwargs)
     if rejects_drafts():
         accept_lens.fill_(1)
@@ -74,14 +74,14 @@ def _draft_chains(original: Callable[..., Any], corpus: Any, *args: Any, **kwarg
 
 
 def rejects_drafts() -> bool:
-    """Whether this server only looks ahead with its drafts."""
+    """Whether this server uses its drafts only to look ahead."""
     from sglang.srt.runtime_context import get_server_args, get_spec
 
     return get_server_args().lookahead_kv_reject_drafts or get_spec().speculative_algorithm == DUAL_ALGORITHM
 
 
 def install() -> None:
-    """Register the dual-token algorithm, and put the stand-ins in place that are no hooks."""
+    """Register the dual-token algorithm, and install the stand-ins that are not hooks."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sglang_oasis.serving.speculative.dual import DualAlgorithm, DualWorker
@@ -99,10 +99,10 @@ def install() -> None:
 
 
 def verify() -> None:
-    """Fail when a stand-in is not in place.
+    """Fail if a stand-in is not installed.
 
     Raises:
-        LookaheadKVError: names the symbol.
+        LookaheadKVError: a stand-in is not installed; the message names the symbol.
     """
     if not cpu_platform_wanted():
         return

@@ -1,13 +1,13 @@
-"""Bounds the time of a `stop_regex`: one that backtracks without end would stop the scheduler.
+"""Limits the time of a `stop_regex`, because a pattern that backtracks for very long would block the scheduler.
 
-Of tensor-parallel ranks the first one searches and tells the others: each by its own clock, they could come to
-different ends.
+Only the first of the tensor-parallel ranks searches, and sends the result to the others: with a clock of their own, the
+ranks could get different results.
 
 Read from sglang 0.5.23: `managers/schedule_batch.Req._check_str_based_finish`, which searches in the scheduler's loop,
-once per token, and aborts the request where the search raises `re.error`; its results are what it returns and
-`finished_reason` and `finished_len` of the request. AROUND, because the time limit must end with
-the search. A signal can interrupt Python's `re`, which looks for signals while it backtracks. Remove when upstream
-bounds the time.
+once per token, and aborts the request if the search raises `re.error`; its results are its return value and the
+request's `finished_reason` and `finished_len`. AROUND, because the time limit must end with the search. A signal can
+interrupt Python's `re`, which checks for signals while it backtracks. Remove this when upstream
+limits the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from sglang_oasis.seams.seam import Seam
 
 LONGEST_SEARCH = 1.0
-"""Seconds of one step that all patterns of a request may take; an innocent one takes microseconds."""
+"""Seconds that all patterns of a request may take per step; a harmless pattern takes microseconds."""
 
 
 def _check(original: Callable[..., bool], request: Any, *args: Any, **kwargs: Any) -> bool:
@@ -38,7 +38,7 @@ def _check(original: Callable[..., bool], request: Any, *args: Any, **kwargs: An
 
 
 def _ranks() -> Any:
-    """The group of tensor-parallel ranks, whose schedulers do the same; None where there is one."""
+    """Return the group of tensor-parallel ranks, whose schedulers do the same work; None if there is only one rank."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().tp_group if get_parallel().tp_size > 1 else None
@@ -51,7 +51,7 @@ def _bounded(original: Callable[..., bool], request: Any, *args: Any, **kwargs: 
     timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_SEARCH)
     try:
         return original(request, *args, **kwargs)
-    except re.error as error:  # of the second search, where the match ends: SGLang guards the first one only
+    except re.error as error:  # from the second search, for the end of the match; SGLang catches it in the first only
         request.finished_reason = FINISH_ABORT(f"stop_regex: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError")
         return False
     finally:

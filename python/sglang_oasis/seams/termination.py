@@ -1,11 +1,11 @@
-"""SIGTERM and Ctrl-C end a server soon, whatever it is doing.
+"""Makes SIGTERM and Ctrl-C end a server within a time limit, whatever it is doing.
 
-SGLang waits until all requests have been answered, however long that takes, and for its warm-up. Here requests have
-`GRACE_SECONDS`; then every process ends.
+SGLang waits for its warm-up and for all requests, without a time limit. Here, requests have `GRACE_SECONDS` to finish;
+then every process ends.
 
 Read from sglang 0.5.23: `managers/tokenizer_manager.SignalHandler.sigterm_handler` (BEFORE: a server's SIGTERM once it
-has had a request), `TokenizerManager.auto_create_handle_loop` there (AROUND: it takes SIGTERM away from a program with
-an Engine, and hears it only while that generates; the program gets it back, and its processes end with it). Read from
+has had a request), `TokenizerManager.auto_create_handle_loop` there (AROUND: it replaces the SIGTERM handler of a
+program with an Engine, but runs only while the Engine generates; the program's handler is restored). Read from
 uvicorn 0.54: `server.Server.handle_exit` (BEFORE: Ctrl-C, and SIGTERM before the first request). When SGLang's shutdown
 has a time limit, remove this.
 """
@@ -26,16 +26,16 @@ from sglang_oasis.seams.flags import uses_host_pool
 from sglang_oasis.seams.seam import Seam
 
 GRACE_SECONDS = 10.0
-"""Seconds that requests have to end: supervisors wait for 10 (Docker) to 30 (Kubernetes) before they kill."""
+"""Seconds that requests have to finish; supervisors wait 10 s (Docker) to 30 s (Kubernetes) before they kill."""
 EXIT_SECONDS = 3.0
-"""Seconds that processes have to end by themselves, when all requests have ended."""
+"""Seconds that processes have to end by themselves after all requests have finished."""
 
 logger = logging.getLogger(__name__)
 _timer: threading.Timer | None = None
 
 
 def end_soon(signal_number: int, tokenizer_manager: Any) -> None:
-    """Give the requests of this server their time, then end it."""
+    """Give the requests of this server `GRACE_SECONDS` to finish, then end the server."""
     global _timer
     if _timer is None:
         _timer = threading.Timer(GRACE_SECONDS, _end_now, [signal_number, tokenizer_manager])
@@ -81,7 +81,7 @@ def _leave_sigterm_to_the_program(original: Callable[..., Any], manager: Any) ->
     is_server = manager._server_stop_hook is not None
     first_time = manager.event_loop is None
     in_main_thread = threading.current_thread() is threading.main_thread()
-    programs = signal.getsignal(signal.SIGTERM)  # None: Python cannot put it back
+    programs = signal.getsignal(signal.SIGTERM)  # None: not set by Python, which cannot restore it
     served_here = first_time and in_main_thread and uses_host_pool(manager.server_args)
     if is_server or not served_here or programs is None:
         return original(manager)

@@ -1,1 +1,1 @@
-"""Between SGLang's objects and ours: attention backends, drafting, sampling, the CPU platform."""
+"""Connects SGLang's objects with ours: attention backends, drafting, sampling, the CPU platform."""

@@ -1,4 +1,4 @@
-"""How many tokens of a request a forward batch decodes, and where they begin.
+"""Computes how many tokens per request a forward batch decodes, and where they begin.
 
 Read from sglang 0.5.23: `model_executor/forward_batch_info.py` (ForwardMode, ForwardBatch.seq_lens),
 `speculative/eagle_utils.eagle_prepare_for_verify`, `speculative/eagle_worker_common.prepare_for_draft_extend`. The
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def decoded_tokens(forward_batch: ForwardBatch) -> int | None:
-    """m, tokens per request of a batch that decodes; None for prefill.
+    """Return m, the tokens per request of a batch that decodes; None for prefill.
 
-    The first of them is committed: it is, or it follows, what the target model chose. Others are drafts.
+    The first token is committed: the target model has chosen it or the token before it. The others are drafts.
 
     Raises:
-        NotImplementedError: a batch of another kind.
+        NotImplementedError: the batch has another mode.
     """
     mode = forward_batch.forward_mode
     if mode.is_decode():
@@ -32,15 +32,15 @@ def decoded_tokens(forward_batch: ForwardBatch) -> int | None:
         return forward_batch.input_ids.numel() // forward_batch.batch_size
     if mode.is_extend_without_speculative() and not mode.is_mixed():
         return None
-    raise NotImplementedError(f"sglang-oasis cannot run a {mode.name} batch; turn the feature off that makes it.")
+    raise NotImplementedError(f"sglang-oasis cannot run a {mode.name} batch: turn off the feature that makes it.")
 
 
 def committed_tokens(forward_batch: ForwardBatch, tokens: int) -> Tensor:
-    """[n] int64 on the host, committed tokens of each request of a batch that decodes, the first of its m included.
+    """Return the committed tokens of each request of a decoding batch, including the first of its m: [n] int64, host.
 
     Args:
         forward_batch: the batch.
-        tokens: m, see `decoded_tokens`.
+        tokens: m, what `decoded_tokens` returns.
     """
     mode, lengths = forward_batch.forward_mode, host_lengths(forward_batch)
     if mode.is_target_verify():
@@ -51,6 +51,6 @@ def committed_tokens(forward_batch: ForwardBatch, tokens: int) -> Tensor:
 
 
 def host_lengths(forward_batch: ForwardBatch) -> Tensor:
-    """[n] int64 on the host, the batch's sequence lengths."""
+    """Return the batch's sequence lengths: [n] int64 on the host."""
     lengths = forward_batch.seq_lens_cpu if forward_batch.seq_lens_cpu is not None else forward_batch.seq_lens
     return lengths.to("cpu", torch.int64)

@@ -1,6 +1,6 @@
-"""SGLang attention backend `oasis_cpu`: dense attention that reads the paged KV pool in place.
+"""SGLang's attention backend `oasis_cpu`: dense attention that reads the paged KV pool in place.
 
-What lookahead KV is compared with, and the fastest way to serve a model on a CPU whose contexts fit its memory.
+The baseline of lookahead KV, and the fastest way to serve a model on a CPU if all contexts fit into memory.
 Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend), `model_executor/forward_context.py`
 (the pools that models ask for).
 """
@@ -31,12 +31,12 @@ class DenseAttentionBackend(AttentionBackend):
     """Causal attention over all of a request's tokens.
 
     Args:
-        runner: the model runner, its pools built.
+        runner: the model runner, whose pools exist.
         pool: the paged pool that the runner's KV pool wraps.
 
     Attributes:
         token_to_kv_pool, req_to_token_pool: the runner's pools, where SGLang's forward context looks for them.
-        clock: where the time of decode steps goes.
+        clock: measures the parts of decode steps.
     """
 
     needs_cpu_seq_lens = True
@@ -66,7 +66,7 @@ class DenseAttentionBackend(AttentionBackend):
         self._sequences = self._plan(forward_batch, lengths, new_tokens)
 
     def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
-        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
+        """Plan `steps` passes in which a draft model decodes one token each, after the committed tokens."""
         lengths = host_lengths(forward_batch)
         self._draft_steps = [
             self._plan(forward_batch, lengths + 1 + step, torch.ones_like(lengths)) for step in range(steps)
@@ -86,7 +86,7 @@ class DenseAttentionBackend(AttentionBackend):
         return out
 
     def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
-        """One of the passes that `init_draft_steps` planned."""
+        """Return the attention of pass `step` of those that `init_draft_steps` planned."""
         return self._forward(self._draft_steps[step], *args, **kwargs)
 
     def _forward(

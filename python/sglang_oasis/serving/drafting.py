@@ -1,4 +1,4 @@
-"""The attention backends of a draft model's decode steps: SGLang gives each step of a chain one of its own.
+"""The attention backends of a draft model's decode steps; SGLang uses a backend of its own for each step of a chain.
 
 Read from sglang 0.5.23: `speculative/draft_utils.DraftBackendFactory.create_decode_backend`,
 `speculative/eagle_worker_v2.EagleDraftWorker.draft_forward`.
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 class DraftingBackend(Protocol):
-    """What the draft model's own backend offers."""
+    """The interface of the draft model's own backend."""
 
     max_context_len: int
     token_to_kv_pool: Any
     req_to_token_pool: Any
 
     def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
-        """Plan `steps` passes, each of which decodes one token per request behind the committed ones."""
+        """Plan `steps` passes, each of which decodes one token per request after the committed tokens."""
 
     def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention of one pass; the other arguments are those of `AttentionBackend.forward_decode`."""
+        """Return the attention of pass `step`; other arguments as in `AttentionBackend.forward_decode`."""
 
 
 class DraftSteps:
-    """All steps of a chain.
+    """The backends of all steps of a chain.
 
     Args:
         backend: the draft model's backend.
@@ -51,7 +51,7 @@ class DraftSteps:
 
 
 class DraftStep(AttentionBackend):
-    """One step of a chain."""
+    """The backend of one step of a chain."""
 
     needs_cpu_seq_lens = True
 

@@ -1,4 +1,4 @@
-"""Which engine serves a model runner: the host's on a CPU, the device's on CUDA."""
+"""Chooses the engine of a model runner: the host's engine on a CPU, the device's engine on CUDA."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def make_engine(
     runner: ModelRunner, config: LookaheadKVConfig, layout: TierLayout, host: HostPool, cache_bytes: int
 ) -> Engine:
-    """The engine of a model runner, its pools built.
+    """Return the engine of a model runner whose pools exist.
 
     Args:
         runner: the model runner.
-        config: the validated configuration, the draft model's where the runner's model drafts.
+        config: the validated configuration; that of a draft model if the runner's model drafts.
         layout: sizes of the tiers.
-        host: the host pool that the runner's KV pool wraps; pinned on CUDA.
+        host: the host pool that the runner's KV pool wraps; in pinned memory on CUDA.
         cache_bytes: device memory that the page cache may use.
 
     Raises:
@@ -37,7 +37,7 @@ def make_engine(
     """
     check_layers(runner.model, "--enable-lookahead-kv")
     layers, debug = attention_layers(runner.model), DebugEnv.read()
-    # A model may have places without attention among its layers.
+    # A model may have layers without attention.
     scales = [layers[0].scaling] * layout.num_layers
     for layer in layers:
         scales[layer.layer_id - runner.token_to_kv_pool.start_layer] = layer.scaling
@@ -56,8 +56,8 @@ def make_engine(
         return HostEngine(setup, moves_on=not runner.is_draft_worker)
     if len(set(setup.scales)) > 1:
         raise LookaheadKVError(
-            "--enable-lookahead-kv cannot serve this model on a CUDA device: its attention layers differ in their "
-            "softmax scale; start it without the flag."
+            "--enable-lookahead-kv cannot serve this model on a CUDA device, because its attention layers have "
+            "different softmax scales: start the server without the flag."
         )
     if runner.device == "cuda":
         from sglang_oasis.kernels.cuda import overrides  # imports Triton, which a CPU need not have

@@ -1,7 +1,7 @@
-"""SGLang's KV pool on the host pool: its index space is host memory.
+"""SGLang's KV pool, implemented on the host pool, so that its index space is host memory.
 
-Read from sglang 0.5.23: `mem_cache/memory_pool.MHATokenToKVPool`. The overrides below are the methods through which the
-stock pool touches its buffers; a new one upstream would find no `k_buffer` of the stock shape and must be added here.
+Read from sglang 0.5.23: `mem_cache/memory_pool.MHATokenToKVPool`. The overrides below are all methods that access the
+stock pool's buffers; a new one upstream would find no `k_buffer` of the stock shape and must be overridden here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from sglang_oasis.tier.host_pool import HostPool, pageable
 
 
 class HostKVPool(MHATokenToKVPool):
-    """The stock MHA pool's interface on a head-major, paged pool in host memory.
+    """The interface of the stock MHA pool on a head-major, paged pool in host memory.
 
     Attributes:
         host: the pool of record.
-        summary_format: how it summarises completed pages, None when nobody asks for summaries.
+        summary_format: how the pool summarises completed pages, None for no summaries.
     """
 
     host: HostPool
     summary_format: SummaryFormat | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The tiled device copy assumes token rows on the device; the layout label keeps SGLang off its HND branches.
+        # The tiled device copy assumes token rows on the device; this layout label avoids SGLang's HND branches.
         super().__init__(*args, **{**kwargs, "enable_kv_cache_copy": False, "kv_cache_layout": "page_major"})
 
     def _create_buffers(self) -> None:
-        slots = self.size + self.page_size  # one page more absorbs the writes of padding tokens
+        slots = self.size + self.page_size  # an extra page for the writes of padding tokens
         device = torch.device(self.device)
         self.host = HostPool(
             num_pages=slots // self.page_size,
@@ -45,7 +45,7 @@ class HostKVPool(MHATokenToKVPool):
             summary_format=self.summary_format,
             allocate=pinned_allocator(device) if device.type == "cuda" else pageable,
         )
-        # Views [pages, H, B, D]: generic code that inspects the buffers finds tensors.
+        # Views [pages, H, B, D], for generic code that inspects the buffers and expects tensors.
         self.k_buffer = [kv[:, :, 0] for kv in self.host.kv]
         self.v_buffer = [kv[:, :, 1] for kv in self.host.kv]
         self._kv_buffer_descs = self._build_kv_buffer_descs()
@@ -72,7 +72,7 @@ class HostKVPool(MHATokenToKVPool):
 
     def _get_key_buffer(self, layer_id: int) -> NoReturn:
         raise NotImplementedError(
-            "the host KV pool has no token-major key buffer; only the attention backends of sglang-oasis read it."
+            "The host KV pool has no token-major key buffer: use an attention backend of sglang-oasis."
         )
 
     _get_value_buffer = _get_key_buffer

@@ -1,4 +1,4 @@
-"""What both attention backends need to know about an attention layer of SGLang.
+"""Reads and checks SGLang's attention layers for both attention backends.
 
 Read from sglang 0.5.23: `layers/radix_attention.py` (RadixAttention, AttentionType), `models/transformers.py`
 (attention_instances, sglang_flash_attention_forward).
@@ -16,10 +16,10 @@ from sglang_oasis.errors import LookaheadKVError
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    """All attention layers of a loaded model, by their number.
+    """Return all attention layers of a loaded model, in the order of their layer numbers.
 
-    SGLang's wrapper around a Transformers model keeps them in a dict, where `modules` does not find them, and learns
-    their softmax scale in the first pass; here they have it already.
+    SGLang's wrapper around a Transformers model keeps them in a dict, where `modules` does not find them, and sets
+    their softmax scale in the first pass; this function sets it before.
     """
     wrapped: dict[int, RadixAttention] = getattr(model, "attention_instances", None) or {}
     layers = {id(module): module for module in model.modules() if isinstance(module, RadixAttention)}
@@ -34,11 +34,11 @@ def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
 def layer_inputs(
     layer: RadixAttention, q: Tensor, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, extras: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What SGLang hands to a forward method -> query [T, H*G, D], key and value [T, H, D].
+    """Convert the arguments of SGLang's forward methods to query [T, H*G, D], key and value [T, H, D].
 
     Raises:
-        NotImplementedError: the layer wants what we do not do; attention sinks and the like must not be dropped in
-            silence.
+        NotImplementedError: the layer needs something that we do not implement, such as attention sinks, which must
+            not be ignored silently.
     """
     if k is None or v is None:
         raise NotImplementedError(f"sglang-oasis cannot serve layer {layer.layer_id}, which reuses another layer's KV.")
@@ -59,7 +59,7 @@ def check_layers(model: torch.nn.Module, flag: str) -> None:
 
     Args:
         model: the loaded model.
-        flag: what asked for the backend.
+        flag: the flag that asked for the backend.
 
     Raises:
         LookaheadKVError: names the layer and what it needs.
@@ -76,6 +76,6 @@ def check_layers(model: torch.nn.Module, flag: str) -> None:
         for need, present in needs.items():
             if present:
                 raise LookaheadKVError(
-                    f"{flag} cannot serve this model: attention layer {module.layer_id} needs {need}; "
-                    f"start it without the flag."
+                    f"{flag} cannot serve this model, because attention layer {module.layer_id} needs {need}: "
+                    f"start the server without the flag."
                 )

@@ -1,10 +1,10 @@
-"""SGLang attention backend `lookahead_kv`: hands forward batches to an engine, whichever drives the tiers.
+"""SGLang's attention backend `lookahead_kv`: passes forward batches to either engine.
 
-Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend: the halves of the metadata out of
-and in a graph, SharedReadEnds), `layers/radix_attention.py` (RadixAttention), `mem_cache/memory_pool.py`
+Read from sglang 0.5.23: `layers/attention/base_attn_backend.py` (AttentionBackend: the parts of the metadata outside
+and inside a graph, SharedReadEnds), `layers/radix_attention.py` (RadixAttention), `mem_cache/memory_pool.py`
 (ReqToTokenPool.attach_aux_cache, req_generation), `model_executor/forward_context.py` (the pools that models ask for),
-`model_executor/runner/decode_cuda_graph_runner.py` (what a replay's view of the batch holds). When upstream changes the
-forward modes or the aux-cache protocol, this file and `row_observer.py` are what to revisit.
+`model_executor/runner/decode_cuda_graph_runner.py` (the fields of a replay's view of the batch). When upstream changes
+the forward modes or the aux-cache protocol, check this file and `row_observer.py`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class LookaheadBackend(AttentionBackend):
-    """Attention over two tiers.
+    """Attention over the host pool and the resident tier.
 
     Args:
-        runner: the model runner, its pools built.
-        engine: serves its layers.
-        row_observer: the target model's, where the runner's model drafts for it; None to attach one.
+        runner: the model runner, whose pools exist.
+        engine: the engine that serves the model's layers.
+        row_observer: that of the target model if the runner's model drafts; None to attach a new one.
         exporter: publishes the statistics to Prometheus, None when SGLang's metrics are off.
 
     Attributes:
-        engine: serves the layers.
+        engine: the engine that serves the layers.
         token_to_kv_pool, req_to_token_pool: the runner's pools, where SGLang's forward context looks for them.
     """
 
@@ -72,7 +72,7 @@ class LookaheadBackend(AttentionBackend):
         self._made_up = False
 
     def statistics(self) -> dict[str, Any]:
-        """What `/lookahead_kv/stats` reports for this rank."""
+        """Return what `/lookahead_kv/stats` reports for this rank."""
         free = self._runner.token_to_kv_pool_allocator.available_size()
         return statistics(self.engine.snapshot(), self._runner.max_total_num_tokens, free)
 
@@ -96,7 +96,7 @@ class LookaheadBackend(AttentionBackend):
             self.engine.start(self._decode, forward_batch.out_cache_loc)
 
     def init_draft_steps(self, forward_batch: ForwardBatch, steps: int) -> None:
-        """Plan the passes in which a draft model decodes one token each, behind the committed ones."""
+        """Plan `steps` passes in which a draft model decodes one token each, after the committed tokens."""
         lengths = host_lengths(forward_batch)
         self._draft_steps = [
             self._begin_decode(forward_batch, lengths, tokens=1, first=1 + step) for step in range(steps)
@@ -106,18 +106,16 @@ class LookaheadBackend(AttentionBackend):
         if not self.engine.captured:
             raise NotImplementedError("A step that the host drives cannot be captured in a graph.")
         if max_bs > self.engine.max_entries:
-            raise RuntimeError(
-                f"A graph of {max_bs} requests was asked for, and there are {self.engine.max_entries} rows."
-            )
+            raise RuntimeError(f"A graph can be captured for at most {self.engine.max_entries} requests, got {max_bs}.")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Kernels of all layers look up pages in SGLang's table of KV indices.
+        """Tell SGLang that kernels of all layers read its table of KV indices.
 
-        So do the tasks that a step leaves to the next. They need no fence: what a live row has in the table stays, and
-        what is fetched for a row that is gone is not read before the row is built again.
+        The tasks that a step postpones to the next one read it, too. They need no fence: a live row's entries do not
+        change, and blocks fetched for a released row are not read before the row is built again.
         """
         if self.engine.captured and (fm.is_decode() or fm.is_target_verify()):
             return SharedReadEnds.POST_REPLAY
@@ -140,7 +138,7 @@ class LookaheadBackend(AttentionBackend):
         query, key, value = self._inputs(layer, q, k, v, save_kv_cache, kwargs)
         if self._prefill is None:
             if not self._made_up:
-                raise RuntimeError("An extend pass has no metadata: it must be initialised before the first layer.")
+                raise RuntimeError("An extend pass has no metadata: initialise it before the first layer.")
             return torch.zeros_like(q)
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         out = self.engine.prefill_layer(self._prefill, index, query, key, value)
@@ -151,7 +149,7 @@ class LookaheadBackend(AttentionBackend):
         return self._decode_layer(self._decode, *args, **kwargs)
 
     def forward_draft_step(self, step: int, *args: Any, **kwargs: Any) -> Tensor:
-        """One of the passes that `init_draft_steps` planned."""
+        """Return the attention of pass `step` of those that `init_draft_steps` planned."""
         return self._decode_layer(self._draft_steps[step], *args, **kwargs)
 
     def _decode_layer(
@@ -173,7 +171,7 @@ class LookaheadBackend(AttentionBackend):
         return out.view(q.shape)
 
     def _inputs(self, layer: RadixAttention, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As `layer_inputs`. Some models learn a softmax scale in their first pass; a device has it built in."""
+        """Return `layer_inputs`, and adopt the layer's softmax scale, which must not change under a graph."""
         index = layer.layer_id - self.token_to_kv_pool.start_layer
         scale = self.engine.scales[index]
         if layer.scaling != scale and self.engine.captured:
@@ -187,7 +185,7 @@ class LookaheadBackend(AttentionBackend):
     def _begin_decode(
         self, forward_batch: ForwardBatch, lengths: Tensor, tokens: int, first: int = 0, real: bool = True
     ) -> DecodeForward:
-        """Begin a decode step; a batch that is made up has no rows, and one for a graph is padded behind its rows."""
+        """Begin a decode step; a dummy batch has no rows, and a batch for a graph has padding after its rows."""
         device_rows = forward_batch.req_pool_indices
         rows = self._rows(forward_batch) if real else []
         return self.engine.begin_decode(
@@ -207,7 +205,7 @@ class LookaheadBackend(AttentionBackend):
     def _begin_prefill(self, forward_batch: ForwardBatch) -> PrefillForward:
         rows, last_chunks = self._rows(forward_batch), notes_of(self._runner).last_chunks
         if last_chunks is None or len(last_chunks) != len(rows):
-            raise RuntimeError("Nobody has noted which requests of the batch are in their last prefill chunk.")
+            raise RuntimeError("The notes do not say which requests of the batch are in their last prefill chunk.")
         return self.engine.begin_prefill(
             PrefillBatch(
                 rows=rows,
@@ -221,12 +219,12 @@ class LookaheadBackend(AttentionBackend):
         )
 
     def _rows(self, forward_batch: ForwardBatch) -> list[int]:
-        """Of the batch's requests, without padding. A device's own are not asked for: that would wait for it."""
+        """Return the rows of the batch's requests, without padding, from the host, so as not to wait for the device."""
         if not self.engine.captured:
             return forward_batch.req_pool_indices.tolist()
         rows = notes_of(self._runner).rows
         if not rows or len(rows) > forward_batch.batch_size:
-            raise RuntimeError(f"A batch of {forward_batch.batch_size} requests came with the notes {rows}.")
+            raise RuntimeError(f"Notes on {forward_batch.batch_size} requests must have as many rows, got {rows}.")
         return rows
 
     # --- Prometheus ---
@@ -236,14 +234,14 @@ class LookaheadBackend(AttentionBackend):
             self._exporter.publish(self.statistics())
 
     def _publish_when_idle(self) -> None:
-        """The last row is gone: no decode step will publish what is true from now on."""
+        """Publish the statistics after the last row is released, because no decode step follows that would do so."""
         if self._exporter is not None and not len(self.engine.tier.rows):
             self._exporter.publish(self.statistics())
 
 
 def _is_made_up(forward_batch: Any) -> bool:
-    """Whether SGLang made the batch up, to warm up or to capture: it has no request ids.
+    """Whether the batch is a dummy that SGLang made to warm up or to capture a graph: it has no request ids.
 
-    Nor have views of a batch for replay, which have `num_padding`.
+    Views of a batch for a replay have no request ids either, but have `num_padding`.
     """
     return getattr(forward_batch, "rids", None) is None and not hasattr(forward_batch, "num_padding")

@@ -1,4 +1,4 @@
-"""What one hook tells another, or an attention backend: beside SGLang's objects, not on them."""
+"""Data that hooks pass to each other and to attention backends, without new attributes on SGLang's objects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weakref import WeakKeyDictionary
 
 @dataclass
 class Notes:
-    """About the newest batch of one model runner; from the host's view, where SGLang's batch is on the device.
+    """Facts about the newest batch of one model runner, on the host, because SGLang's batch has them on the device.
 
     Attributes:
         rows: row of each request.
-        last_chunks: of an extend batch, per request: whether this is its last prefill chunk. None: nobody has noted it.
+        last_chunks: for an extend batch, whether each request is in its last prefill chunk; None if not noted.
     """
 
     rows: list[int] | None = None
@@ -24,12 +24,12 @@ _of_runner: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()
 
 
 def notes_of(runner: Any) -> Notes:
-    """The notes of a model runner, the same object each time."""
+    """Return the notes of a model runner, always the same object."""
     return _of_runner.setdefault(runner, Notes())
 
 
 class DeviceBudget:
-    """Device memory for the rows of this process's model, on which all ranks have agreed."""
+    """The device memory for the rows of this process's model, on which all ranks have agreed."""
 
     def __init__(self) -> None:
         self._bytes: int | None = None
@@ -38,13 +38,13 @@ class DeviceBudget:
         self._bytes = size
 
     def get(self) -> int:
-        """In bytes.
+        """Return the device memory in bytes.
 
         Raises:
             RuntimeError: the memory has not been divided yet.
         """
         if self._bytes is None:
-            raise RuntimeError("the device memory is divided when SGLang sizes its KV pool, and it has not yet.")
+            raise RuntimeError("The device memory is not divided yet: SGLang must size its KV pool first.")
         return self._bytes
 
 

@@ -1,7 +1,7 @@
-"""Hears when SGLang gives up a row, so that its resident set is released at once.
+"""Releases the resident set of a row as soon as SGLang gives the row up.
 
 Read from sglang 0.5.23, `mem_cache/memory_pool.py`: ReqToTokenPool calls its aux cache on finish, abort, retraction and
-flush. Nothing depends on this for correctness: a reused row is recognised by its generation.
+flush. Correctness does not depend on this, because the generation shows that a row is reused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 
 
 class RowObserver:
-    """The aux-cache protocol of ReqToTokenPool.
+    """An aux cache of ReqToTokenPool.
 
     Args:
-        tier: whose rows to keep current.
-        dense_capacity: tokens that SGLang may schedule; the whole host pool, since this cache takes none of it.
-        on_release: called after rows were given up.
+        tier: the resident tier whose rows are released.
+        dense_capacity: tokens that SGLang may schedule: the whole host pool, because this cache takes none of it.
+        on_release: called after rows were released.
 
     Attributes:
-        tiers: all that follow the rows, the draft model's too.
+        tiers: all tiers that hold the same rows, including that of a draft model.
     """
 
     def __init__(self, tier: ResidentTier, dense_capacity: int, on_release: Callable[[], None]) -> None:
@@ -41,8 +41,8 @@ class RowObserver:
         self._on_release()
 
     def reset_allocator(self) -> None:
-        """SGLang has emptied its KV allocator, after `clear`."""
+        """Do nothing: SGLang calls this after `clear`, when it has emptied its KV allocator."""
         self._on_release()
 
     def alloc_to_lengths(self, *, req_pool_indices_cpu: Tensor, target_seq_lens_cpu: Tensor) -> None:
-        """Nothing to do: a row's slots are allocated for its whole life."""
+        """Do nothing: a row's slots are allocated for its whole life."""

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: servers, texts, an independent reference, doubles."""
+"""Code that tests and benchmarks share: servers, texts, an independent reference, test doubles."""

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the language reference inside the standard library."""
+"""Real text that is on every machine with Python: the language reference inside the standard library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Tokenizer(Protocol):
 def real_text_tokens(tokenizer: Tokenizer, count: int) -> list[int]:
     """The first `count` token ids of English technical prose. Raises `ValueError` if the text has fewer."""
     text = "\n\n".join(topic for _, topic in sorted(topics.items()))
-    # No tokenizer that matters here makes more than one token of a character, or fewer than one of sixteen.
+    # The tokenizers used here make at most one token of a character, and at least one of sixteen characters.
     tokens = list(tokenizer.encode(text[: 16 * count]))[:count]
     if len(tokens) < count:
-        raise ValueError(f"the text has {len(tokens)} tokens, {count} were asked for")
+        raise ValueError(f"count must be at most the {len(tokens)} tokens of the text, got {count}")
     return tokens

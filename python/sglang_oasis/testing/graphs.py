@@ -1,4 +1,4 @@
-"""CUDA graphs where there is a GPU."""
+"""CUDA graphs, on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`run` as a CUDA graph, to be replayed; `run` itself on a CPU. It must have run before."""
+    """Return a function that replays `run` as a CUDA graph, or `run` itself on a CPU; `run` must have run before."""
     if device.type != "cuda":
         return run
     torch.cuda.synchronize(device)

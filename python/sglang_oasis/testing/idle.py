@@ -1,4 +1,4 @@
-"""What the processes of a server take of the CPU while it has nothing to do."""
+"""Measures the CPU time of a server's processes while the server is idle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_oasis.testing.server import Server
 
 SETTLE_SECONDS = 2
 MOST_OF_A_CORE = 0.06
-"""Twice what is promised; a server that polls takes all of it."""
+"""The largest share of a core that tests allow: twice what we promise. A server that polls takes a whole core."""
 
 
 def processes(server: Server) -> list[psutil.Process]:
@@ -20,7 +20,7 @@ def processes(server: Server) -> list[psutil.Process]:
 
 
 def idle_share(server: Server, seconds: float) -> float:
-    """CPU seconds per second, of all its processes together; no request may be under way."""
+    """Return the CPU seconds per second of all the server's processes together; no request may be running."""
     time.sleep(SETTLE_SECONDS)
     observed = processes(server)
 
@@ -33,6 +33,6 @@ def idle_share(server: Server, seconds: float) -> float:
 
 
 def polling_threads(server: Server) -> int:
-    """Gloo's threads: each looks a hundred times a second whether there is something to do."""
+    """Return the number of gloo's threads, each of which wakes up a hundred times a second."""
     tasks = (task for process in processes(server) for task in Path(f"/proc/{process.pid}/task").glob("*/comm"))
     return [task.read_text().strip() for task in tasks].count("gloo_tcp_loop")

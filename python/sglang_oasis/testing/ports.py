@@ -1,8 +1,8 @@
-"""Ports for servers under test that nothing else can take before the server listens.
+"""Ports for servers under test, which no other program takes before the server listens.
 
-They lie outside the range from which the kernel hands out ports by itself (SGLang's own store, gloo and ZeroMQ sockets
-get theirs there), and outside the one from which SGLang picks a port for its ranks (22000 to 29999). Each is locked by
-a file for as long as this process lives, so that no two test runs on a machine get the same one.
+They are outside the range from which the kernel assigns ports (those of SGLang's store, gloo and ZeroMQ sockets), and
+outside the range from which SGLang picks a port for its ranks (22000 to 29999). A locked file reserves each port as
+long as this process lives, so that no two test runs on a machine get the same port.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CANDIDATES = (*range(10_000, 22_000), *range(30_000, 65_536))
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _held: list[int] = []
-"""File descriptors of the locks."""
+"""File descriptors of the lock files."""
 
 
 def reserve_port() -> int:
-    """A free port that is this process's until it ends.
+    """Return a free port that is reserved for this process until it ends.
 
     Raises:
         RuntimeError: no port is left.
@@ -42,7 +42,7 @@ def reserve_port() -> int:
             _held.append(lock)
             return port
         os.close(lock)
-    raise RuntimeError(f"none of {len(candidates)} ports outside {low} to {high} is free: end what listens there.")
+    raise RuntimeError(f"none of {len(candidates)} ports outside {low} to {high} is free: stop programs that use them.")
 
 
 def _can_be_bound(port: int) -> bool:

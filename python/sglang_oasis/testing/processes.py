@@ -1,4 +1,4 @@
-"""Python processes under test: forked from a template inside `forked_starts()`, else started the ordinary way."""
+"""Starts Python processes under test: forked from a template inside `forked_starts()`, else in the ordinary way."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ REPOSITORY = Path(__file__).parents[3]
 STOP_TIMEOUT = 5.0
 _MOST_TEMPLATES = 3
 _TEMPLATE_TIMEOUT = 240.0
-"""Seconds until a template has imported everything."""
+"""Longest time in seconds for a template to import everything."""
 
 
 class Process(Protocol):
-    """What tests use of a `subprocess.Popen`."""
+    """The part of the interface of `subprocess.Popen` that tests use."""
 
     pid: int
     returncode: int | None
@@ -38,11 +38,11 @@ class Process(Protocol):
 
 
 class ForkedProcess:
-    """A child of ours that a template has forked.
+    """A child of this process that a template has forked.
 
     Args:
         pid: its process id.
-        argv: what it runs.
+        argv: its command line.
     """
 
     def __init__(self, pid: int, argv: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class ForkedProcess:
 
 
 class Templates:
-    """A template for each environment, the latest few of them."""
+    """The templates of the most recent environments, one for each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ _templates: Templates | None = None
 
 @contextlib.contextmanager
 def forked_starts() -> Iterator[None]:
-    """Fork what `start` starts, which saves it the imports; `OASIS_ORDINARY_STARTS=1` turns this off."""
+    """Let `start` fork processes, which saves the imports; `OASIS_ORDINARY_STARTS=1` turns this off."""
     global _templates
     if os.environ.get("OASIS_ORDINARY_STARTS") == "1":
         yield
@@ -137,8 +137,8 @@ def start(
 
     Args:
         argv: the interpreter's arguments, `-m module ...` or `script ...`.
-        environment: all of it.
-        output: a file for what it prints.
+        environment: all environment variables of the process.
+        output: a file for its output.
         folder: its working directory.
         ordinary: never fork it from a template.
     """
@@ -156,16 +156,16 @@ def start(
 
 
 def run(argv: Sequence[str], *, environment: Mapping[str, str], timeout: float, **how: Any) -> tuple[int, str]:
-    """Run a Python process to its end; nothing of its process group is left then.
+    """Run a Python process to its end, and wait until its whole process group has ended.
 
     Args:
         argv: as for `start`.
         environment: as for `start`.
-        timeout: seconds that it may take.
+        timeout: longest run time in seconds.
         how: other arguments of `start`.
 
     Returns:
-        The exit code, and what it printed.
+        The exit code and the output.
     """
     with tempfile.TemporaryFile("w+") as output:
         process = start(argv, environment=environment, output=output, **how)
@@ -179,19 +179,19 @@ def run(argv: Sequence[str], *, environment: Mapping[str, str], timeout: float, 
 
 
 def wait_until_gone(leader: int, timeout: float = 5.0) -> None:
-    """Return when no process of a group is left.
+    """Wait until no process of a group is left.
 
     Raises:
-        AssertionError: some are still there.
+        AssertionError: processes are left after the timeout.
     """
     deadline = time.monotonic() + timeout
     while members := group_members(leader):
-        assert time.monotonic() < deadline, f"of the process group {leader} {members} are left"
+        assert time.monotonic() < deadline, f"processes {members} of group {leader} are left"
         time.sleep(0.05)
 
 
 def group_members(leader: int) -> list[str]:
-    """Names and pids of the processes of a group, but of those that have ended and wait for their parent to notice."""
+    """Return the names and pids of the processes of a group, without zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ def group_members(leader: int) -> list[str]:
 
 
 def stop_group(process: Process) -> None:
-    """End a process as Ctrl-C does, which a server obeys at once, and whatever is left of its group."""
+    """End a process with SIGINT, to which a server reacts immediately, and then the rest of its process group."""
     if process.poll() is None:
         os.kill(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

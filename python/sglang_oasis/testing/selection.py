@@ -1,4 +1,4 @@
-"""The `minmax` selection rule, from its text: which completed blocks a query would attend to.
+"""The `minmax` selection rule, written from its description: which completed blocks a query would attend to.
 
 Shapes use `H` KV heads, `G` query heads per KV head, `Hq = H * G`, `D` head dim, `T` tokens, `B` tokens per block,
 `M = T // B` completed blocks and `n` queries. Keys and queries carry RoPE already. Everything is float32.
@@ -15,7 +15,7 @@ EMPTY_SLOT = -1
 
 
 def block_bounds(keys: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Coordinate-wise midpoint and half range of the keys of each completed block, each rounded to bfloat16.
+    """Return the midpoint and half range, per coordinate, of the keys of each completed block, rounded to bfloat16.
 
     `keys` is `[H, T, D]`; both results are `[H, M, D]` float32. The open block is ignored.
     """
@@ -35,7 +35,7 @@ def minmax_scores(
     scaling: float,
     sink_blocks: int = 0,
 ) -> Tensor:
-    """Scores of every completed block for every query: `[n, H, M]`.
+    """Return the scores of every completed block for every query: `[n, H, M]`.
 
     Per query head the upper bound of `q . k` over a block, times `scaling`, goes through a softmax over the candidate
     blocks; the score is the mean over the `G` heads of the group. Candidates of query `i` are the blocks below
@@ -58,14 +58,14 @@ def minmax_scores(
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """The `k` candidate blocks of highest score: int32 `[..., k]` from `[..., M]`, -1 where candidates run out."""
+    """Return the `k` candidate blocks of highest score: int32 `[..., k]` from `[..., M]`, -1 if there are too few."""
     best = scores.topk(min(k, scores.shape[-1]))
     selected = best.indices.masked_fill(best.values == NOT_A_CANDIDATE, EMPTY_SLOT)
     return torch.nn.functional.pad(selected, (0, k - selected.shape[-1]), value=EMPTY_SLOT).int()
 
 
 def membership(selected: Tensor, blocks: int) -> Tensor:
-    """How often each of `blocks` blocks occurs in a selection: int64 `[..., blocks]` from `[..., K]`.
+    """Return how often each of `blocks` blocks occurs in a selection: int64 `[..., blocks]` from `[..., K]`.
 
     Raises `RuntimeError` or `IndexError` where a selected id is not below `blocks`.
     """
@@ -77,8 +77,8 @@ def membership(selected: Tensor, blocks: int) -> Tensor:
 def selection_is_top_k(scores: Tensor, selected: Tensor, tolerance: float) -> Tensor:
     """Whether each selection is a top-K of its scores, near-ties allowed: bool `[...]`.
 
-    True when every selected score is at least every candidate's score left out, less `tolerance` relative to the
-    latter; no block occurs twice; only candidates occur; and no slot is empty while a candidate is left out.
+    True if every selected score is at least (1 - `tolerance`) times the score of every candidate that was not selected,
+    no block occurs twice, only candidates occur, and no slot is empty while a candidate is not selected.
 
     `scores` is `[..., M]` float32 (`-inf` for non-candidates), `selected` `[..., K]` with -1 for empty slots.
     """

@@ -19,12 +19,12 @@ from sglang_oasis.testing.processes import Process, start, stop_group
 
 START_TIMEOUT = 240.0
 ANSWER_TIMEOUT = 240.0
-"""Seconds for what runs the model, on a slow machine that does other things besides."""
+"""Timeout in seconds for requests that run the model, on a slow machine with other load."""
 REQUEST_TIMEOUT = 60.0
-"""Seconds for anything else."""
+"""Timeout in seconds for other requests."""
 
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""For stock servers too: OpenMP threads that spin starve each other where another process wants the cores."""
+"""Also for stock servers, because spinning OpenMP threads block each other if another process needs the cores."""
 
 
 class Server:
@@ -32,8 +32,8 @@ class Server:
 
     Attributes:
         url: base URL.
-        pid: the launcher, leader of its process group.
-        log: file with everything the server printed.
+        pid: process id of the launcher, the leader of its process group.
+        log: file with the output of the server.
     """
 
     def __init__(self, url: str, pid: int, log: Path) -> None:
@@ -50,7 +50,7 @@ class Server:
         sampling: dict[str, Any] | None = None,
         **request: Any,
     ) -> dict[str, Any]:
-        """POST /generate, greedy unless `sampling` says otherwise; other keywords are top-level request fields."""
+        """Send POST /generate, greedy unless `sampling` changes this; other keywords are fields of the request."""
         body: dict[str, Any] = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
             "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, **(sampling or {})},
@@ -64,7 +64,7 @@ class Server:
         return response.json()
 
     def stats(self) -> dict[str, Any]:
-        """Statistics of the only data-parallel rank."""
+        """Return the statistics of the only data-parallel rank."""
         (rank,) = self.get("/lookahead_kv/stats").json()["ranks"]
         return rank
 
@@ -75,12 +75,12 @@ class Server:
         return requests.post(f"{self.url}{path}", json=body, timeout=REQUEST_TIMEOUT)
 
     def tracebacks(self) -> list[str]:
-        """Every traceback in the log, from the line before it to the exception's message."""
+        """Return every traceback in the log, from the line before it to the exception's message."""
         log = self.log.read_text(errors="replace")
         return re.findall(r".*\nTraceback \(most recent call last\):\n(?:\s.*\n)*.*", log)
 
     def wait_until_idle(self, timeout: float = 60.0) -> None:
-        """Return when no request runs or waits."""
+        """Wait until no request runs or waits."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             (load,) = self.get("/v1/loads?include=core").json()["loads"]
@@ -91,7 +91,7 @@ class Server:
 
 
 def server_command(*flags: str, model: Path | None = None, port: int | None = None) -> list[str]:
-    """The interpreter's arguments for a server on the reference model."""
+    """Return the interpreter's arguments for a server with the reference model."""
     data_parallel = {"--dp-size", "--dp", "--data-parallel-size"}.intersection(flags)
     # Every data-parallel rank has a port of its own.
     ranks = () if data_parallel else ("--nccl-port", str(reserve_port()))
@@ -108,13 +108,13 @@ def server_command(*flags: str, model: Path | None = None, port: int | None = No
 def launch_server(
     *flags: str, env: dict[str, str] | None = None, model: Path | None = None, ordinary: bool = False
 ) -> Iterator[Server]:
-    """Run a server with these flags; whatever happens, nothing of it is left running.
+    """Run a server with these flags; none of its processes is left afterwards.
 
     Args:
-        flags: the server's.
-        env: variables besides ours.
-        model: its folder; the reference model's without it.
-        ordinary: start it as a user does, where tests fork it from a template.
+        flags: flags of the server.
+        env: environment variables in addition to those of this module.
+        model: folder of the model; None for the reference model.
+        ordinary: start the server as a user does, instead of forking it from a template.
     """
     port = reserve_port()
     argv = server_command(*flags, model=model, port=port)
@@ -141,11 +141,11 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def wait_until_ready(server: Server, process: Process) -> None:
-    """Return when the server generates.
+    """Wait until the server generates.
 
     Raises:
-        RuntimeError: it has ended.
-        TimeoutError: it takes too long.
+        RuntimeError: the server has ended.
+        TimeoutError: the server is not ready in time.
     """
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:

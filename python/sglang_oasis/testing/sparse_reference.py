@@ -1,10 +1,10 @@
-"""Block-sparse decoding of an ordinary Hugging Face model in float32 on CPU: what the server is compared with.
+"""Block-sparse decoding of an ordinary Hugging Face model in float32 on a CPU, with which servers are compared.
 
 It shares no code with the server. Keys and values stay in the model's own dense cache; sparsity is only a mask, one per
 KV head. Because decoding is teacher-forced, all decode steps run in ONE forward pass: step `i` is the query at position
-`prompt_len + i`, and the mask gives each query the view it would have had alone.
+`prompt_len + i`, and the mask lets each query attend to the tokens that it would see in a step of its own.
 
-Shapes as in `selection`; `n` counts decode steps.
+Shapes are as in `selection`; `n` is the number of decode steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_oasis.testing.trace import StepSelection
 
 ATTENTION_NAME = "block_sparse_reference"
 _layer_attention: ContextVar[LayerAttention] = ContextVar("layer_attention")
-"""Of the forward pass at hand; not every model hands keywords down to its attention."""
+"""The attention of the current forward pass, kept here because not every model passes keywords to its attention."""
 LOOKAHEAD_PROMPT_QUERIES = 16
 
 
@@ -44,7 +44,7 @@ class LayerAttention(Protocol):
 def _attention_interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: hands the layer to the attention of the forward pass at hand."""
+    """The function that transformers calls: passes the layer to the attention of the current forward pass."""
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     output = _layer_attention.get()(module.layer_idx, query[0], key[0], value[0], scaling)
     return output.transpose(0, 1)[None], None
@@ -55,7 +55,7 @@ AttentionInterface.register(ATTENTION_NAME, _attention_interface)
 
 @contextmanager
 def attending(layer_attention: LayerAttention) -> Iterator[None]:
-    """Forward passes inside of it attend as `layer_attention` does."""
+    """Let forward passes inside of this context attend as `layer_attention` does."""
     token = _layer_attention.set(layer_attention)
     try:
         yield
@@ -64,7 +64,7 @@ def attending(layer_attention: LayerAttention) -> Iterator[None]:
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Grouped-query attention under one mask per KV head.
+    """Return grouped-query attention with one mask per KV head.
 
     `query` `[Hq, Q, D]`, `key` and `value` `[H, T, D]`, `mask` bool `[H or 1, Q, T]` -> `[Hq, Q, D]`.
     """
@@ -80,7 +80,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 def attended_positions(
     selected: Tensor, *, first_local_block: Tensor, positions: Tensor, block_size: int, length: int
 ) -> Tensor:
-    """The mask of a selection: bool `[H, n, length]`, true where a query attends.
+    """Return the mask of a selection: bool `[H, n, length]`, true where a query attends.
 
     `selected` is int32 `[n, H, K]` (-1 for empty slots), `first_local_block` and `positions` int64 `[n]`.
     """
@@ -92,7 +92,7 @@ def attended_positions(
 
 
 class DenseAttention:
-    """Dense causal attention that keeps the queries the first decode step is predicted from."""
+    """Dense causal attention that keeps the queries from which the first decode step is predicted."""
 
     def __init__(self) -> None:
         self.last_queries: dict[int, Tensor] = {}
@@ -105,9 +105,9 @@ class DenseAttention:
 
 
 class DecodeAttention:
-    """Attention of `n` decode steps at once, each to its own blocks.
+    """Attention of `n` decode steps in one pass, each to its own blocks.
 
-    `select` gives int32 `[n, H, K]` for a layer and its scores `[n, H, M]`; both are kept per layer.
+    `select` returns the selection, int32 `[n, H, K]`, and the scores `[n, H, M]` of a layer; both are kept.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class PrefilledPrompt:
-    """A prompt ready to be decoded from, any number of times."""
+    """A prefilled prompt, from which decoding can start any number of times."""
 
     length: int
     logprobs: Tensor
-    """`[vocab]`: of the first output token."""
+    """`[vocab]`: log-probabilities of the first output token."""
     last_queries: Tensor
     """`[layers, Hq, <=16, D]`: the last prompt queries of the last prefill chunk, after RoPE."""
     cache: DynamicCache
@@ -165,11 +165,11 @@ class PrefilledPrompt:
 
 class Decoded(NamedTuple):
     logprobs: Tensor
-    """`[n, vocab]`: row `i` is of output token `i + 1`."""
+    """`[n, vocab]`: log-probabilities, row `i` of output token `i + 1`."""
     scores: Tensor
-    """`[layers, n, H, M]`: of every block for the step's own query; -inf where not a candidate."""
+    """`[layers, n, H, M]`: scores of every block for the step's own query; -inf for blocks that are not candidates."""
     selected: Tensor
-    """int32 `[layers, n, H, K]`: what was attended besides the local blocks."""
+    """int32 `[layers, n, H, K]`: blocks attended besides the local blocks."""
 
 
 class SparseReference:
@@ -180,7 +180,7 @@ class SparseReference:
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> None:
         if model.dtype != torch.float32:
-            raise ValueError(f"the reference is float32, the model is {model.dtype}")
+            raise ValueError(f"The model of the reference must be float32, got {model.dtype}.")
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
         self.kv_dtype = kv_dtype
@@ -191,16 +191,16 @@ class SparseReference:
         return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), kv_dtype)
 
     def prefill(self, prompt_ids: Sequence[int], chunk: int = 1024) -> PrefilledPrompt:
-        """Runs the prompt, `chunk` tokens at a time to bound memory; the last chunk gives `last_queries`.
+        """Runs the prompt, in chunks of `chunk` tokens to limit memory; the last chunk gives `last_queries`.
 
-        Raises `ValueError` where the model computes its attention itself (GPT-J): there is no reference then.
+        Raises `ValueError` if the model computes its attention itself (GPT-J), because then there is no reference.
         """
         attention = DenseAttention()
         cache = DynamicCache()
         for start in range(0, len(prompt_ids), chunk):
             logprobs = self._forward(prompt_ids[start : start + chunk], cache, attention, logits=1)
         if not attention.last_queries:
-            raise ValueError(f"{type(self.model).__name__} does not attend through transformers' attention interface")
+            raise ValueError(f"{type(self.model).__name__} does not use transformers' attention interface")
         queries = torch.stack([attention.last_queries[layer] for layer in range(len(attention.last_queries))])
         return PrefilledPrompt(len(prompt_ids), logprobs[0], queries, cache)
 
@@ -213,11 +213,11 @@ class SparseReference:
         scored_ahead: bool = False,
         sink_blocks: int = 0,
     ) -> Decoded:
-        """Attends to recorded selections; step `i` processes `output_ids[i]` and needs `steps[i]`.
+        """Decodes with recorded selections; step `i` processes `output_ids[i]` and needs `steps[i]`.
 
-        The scores of step `i` rank the blocks that are selectable in that step, or, `scored_ahead`, in the next one.
+        The scores of step `i` rank the blocks that are selectable in that step, or in the next step if `scored_ahead`.
 
-        Raises `ValueError` where the steps are not those of this prompt and output.
+        Raises `ValueError` if the steps do not belong to this prompt and output.
         """
         expected = list(range(prompt.length + 1, prompt.length + 1 + len(output_ids)))
         if [step.seq_len for step in steps] != expected:
@@ -244,7 +244,7 @@ class SparseReference:
         recent_blocks: int = 1,
         sink_blocks: int = 0,
     ) -> Decoded:
-        """Attends to the true top-`k` blocks of each step's own query, as policy `fetch` promises."""
+        """Decodes with the true top-`k` blocks of each step's own query, as policy `fetch` promises."""
         positions = torch.arange(prompt.length, prompt.length + len(output_ids))
         first_local = (positions // block_size - recent_blocks).clamp(min=0)
         attention = DecodeAttention(
@@ -257,13 +257,13 @@ class SparseReference:
         return self._decode(prompt, output_ids, attention)
 
     def decode_dense(self, prompt: PrefilledPrompt, output_ids: Sequence[int]) -> Tensor:
-        """`[n, vocab]` log-probabilities when every block is attended."""
+        """Returns the log-probabilities `[n, vocab]` with attention to every block."""
         return self._forward(output_ids, deepcopy(prompt.cache), DenseAttention(), logits=len(output_ids))
 
     def prompt_scores(
         self, prompt: PrefilledPrompt, *, first_local_block: int, block_size: int, sink_blocks: int = 0
     ) -> Tensor:
-        """What the first decode step is predicted from: `[layers, H, M]`, the mean over the last prompt queries."""
+        """Returns the scores that predict the first decode step, means over the last queries: `[layers, H, M]`."""
         layers = []
         for cached, queries in zip(prompt.cache.layers, prompt.last_queries, strict=True):
             count, dim = queries.shape[1:]
@@ -284,10 +284,10 @@ class SparseReference:
 
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int], cache: DynamicCache, attention: LayerAttention, logits: int) -> Tensor:
-        """Log-probabilities after the last `logits` of `ids`: `[logits, vocab]`; `cache` grows by `ids`."""
+        """Returns the log-probabilities after the last `logits` of `ids`: `[logits, vocab]`; `cache` grows by `ids`."""
 
         def on_rounded(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            # The cache keeps them exact; to round twice changes nothing.
+            # The cache keeps the exact values; rounding twice gives the same result as once.
             return attention(layer, query, self._rounded(key), self._rounded(value), scaling)
 
         kept = {"logits_to_keep": logits} if "logits_to_keep" in self._forward_parameters else {}  # not every model

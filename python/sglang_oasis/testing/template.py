@@ -1,16 +1,16 @@
-"""A process that has imported what a server needs; servers, and what they spawn, are forked from it.
+"""A template process that has imported the modules of a server; servers and their child processes are forked from it.
 
-Importing SGLang takes most of a server's start. A template imports what an SGLang process imports before it loads its
-plugins, and third-party packages; all else happens in the forked process as in any other: its entry points are called,
-its ServerArgs made or unpickled, its hooks installed.
+Importing SGLang takes most of a server's start-up time. A template imports the modules that an SGLang process imports
+before it loads its plugins, and third-party packages. Everything else happens in the forked process as in any other
+process: entry points are called, a ServerArgs is made or unpickled, hooks are installed.
 
-A forked process has what a started one has: its command line, environment, working directory, files, process group,
-and its parent, too. Who asks for it is its parent (see `Spawner`), so signals, exit codes and the death of a parent are
-what they are in production. Processes that multiprocessing spawns are forked likewise, from a copy of the server in
-which nothing has happened yet.
+A forked process has everything that a started process has: command line, environment, working directory, files, process
+group and parent. Its parent is the process that asked for it (see `Spawner`), so signals, exit codes and the death of a
+parent work as in production. Processes that multiprocessing spawns are forked, too, from a copy of the server's process
+before it has done anything.
 
 Libraries read some variables when they are loaded. So each environment has a template of its own (`environment_key`),
-and what is spawned with other settings of native libraries is started the ordinary way.
+and processes that are spawned with other settings of native libraries are started in the ordinary way.
 
 Run as a module: `python -m sglang_oasis.testing.template FD`, with a connected Unix socket.
 """
@@ -44,10 +44,10 @@ IMPORTED = (
     "sglang.srt.models.registry",
 )
 NOT_IMPORTED = ("prometheus_client", "sglang_oasis.seams", "sglang_oasis.config")
-"""What looks at the process that it is imported in."""
+"""Modules that inspect the process in which they are imported, so that a template must not import them."""
 
 Job = Callable[[], object]
-"""What a forked process has to do."""
+"""The function that a forked process must run."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 32
@@ -57,15 +57,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Request:
-    """What a forked process is to be.
+    """The properties of a process to fork.
 
     Attributes:
         parent: pid of its parent.
-        argv: of a Python interpreter, behind the interpreter: `-m module ...`, `-c code ...` or `script ...`.
-        environment: all of it.
+        argv: arguments of the Python interpreter: `-m module ...`, `-c code ...` or `script ...`.
+        environment: all environment variables of the process.
         folder: its working directory.
-        files: the numbers that it gives to the file descriptors sent along, in their order.
-        new_session: whether it leads a session and a process group of its own.
+        files: the numbers that the file descriptors sent with the request get in the process, in their order.
+        new_session: whether the process leads a session and a process group of its own.
     """
 
     parent: int
@@ -77,19 +77,19 @@ class Request:
 
 
 def environment_key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """What of an environment a template may have read: all but the variables of our own package, and of pytest."""
+    """Return the variables that a template may have read: all except those of our own package and of pytest."""
     later = ("SGLANG_OASIS_", "PYTEST_")
     return frozenset((name, value) for name, value in environment.items() if not name.startswith(later))
 
 
 class Spawner:
-    """Asks a template for processes that are children of the asking process.
+    """Asks a template for processes that become children of the asking process.
 
-    A process cannot give its child away, but the kernel gives orphans to the nearest ancestor that wants them: the
-    template, which descends from us, forks a process that forks the wanted one and ends.
+    A process cannot give its child to another process, but the kernel gives orphans to the nearest ancestor that is a
+    subreaper: the template, a descendant of ours, forks a process that forks the wanted process and ends.
 
     Args:
-        connection: to the template.
+        connection: socket to the template.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -97,11 +97,11 @@ class Spawner:
         self._lock = threading.Lock()
 
     def spawn(self, request: Request, files: list[int]) -> int:
-        """The pid of a new child.
+        """Fork a new child, and return its pid.
 
         Args:
-            request: what it is to be.
-            files: our file descriptors behind `request.files`.
+            request: the properties of the child.
+            files: our file descriptors that belong to `request.files`.
 
         Raises:
             RuntimeError: the template has ended.
@@ -122,15 +122,15 @@ class Spawner:
         return int.from_bytes(answer, "little")
 
     def close(self) -> None:
-        """The template ends when nobody is left to ask it."""
+        """Close the connection; the template ends when all connections are closed."""
         self._connection.close()
 
 
 def serve(connection: socket.socket) -> Job | None:
-    """Fork what is asked for, until nobody is left to ask.
+    """Fork the requested processes, until all connections are closed.
 
     Returns:
-        None in the template; its job in a forked process.
+        None in the template; the job to run in a forked process.
     """
     while True:
         head, files, *_ = socket.recv_fds(connection, 8, _MOST_FILES)
@@ -158,7 +158,7 @@ def _adopt_orphans(wanted: bool) -> None:
 
 
 def _fork_for(parent: int) -> int:
-    """Fork a child of our ancestor `parent`; 0 in the child, else its pid."""
+    """Fork a process that becomes a child of our ancestor `parent`; returns 0 in the child, else its pid."""
     reader, writer = os.pipe()
     middle = os.fork()
     if middle != 0:
@@ -172,7 +172,7 @@ def _fork_for(parent: int) -> int:
     if pid != 0:
         os.write(writer, pid.to_bytes(8, "little"))
         os._exit(0)
-    while os.getppid() == middle:  # which has nothing left to do but to end
+    while os.getppid() == middle:  # which is about to end
         time.sleep(0.0005)
     if os.getppid() != parent:
         raise RuntimeError(f"a forked process has the parent {os.getppid()} instead of {parent}.")
@@ -180,11 +180,11 @@ def _fork_for(parent: int) -> int:
 
 
 def _become(request: Request, files: list[int]) -> Job:
-    """Make this copy of the template the process that was asked for."""
+    """Give this copy of the template the properties of the requested process; returns its job."""
     if request.new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # By way of numbers that are neither taken nor to be given.
+    # First move the descriptors to numbers that are neither in use nor requested.
     above = max([*request.files, *files], default=2) + 1
     for place, file in enumerate(files):
         os.dup2(file, above + place)
@@ -213,25 +213,25 @@ def _become(request: Request, files: list[int]) -> Job:
 def _close(file: int) -> None:
     try:
         os.close(file)
-    except OSError:  # it was the listing's own
+    except OSError:  # it was the descriptor of the directory listing
         return
 
 
 def _native_settings() -> dict[str, str]:
-    """The variables that native libraries read once, when they are loaded."""
+    """Return the variables that native libraries read once, when they are loaded."""
     return {name: value for name, value in os.environ.items() if name.startswith(_NATIVE)}
 
 
 def _spawn_from_a_copy(settings: dict[str, str]) -> None:
-    """Keep a copy of this process as it is now, and let multiprocessing spawn from it.
+    """Keep a copy of this process in its present state, and let multiprocessing fork its processes from the copy.
 
     Args:
-        settings: those with which the native libraries were loaded.
+        settings: the settings with which the native libraries were loaded.
     """
     ours, copys = socket.socketpair()
     if os.fork() == 0:
         ours.close()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends it without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the copy without a traceback
         job = serve(copys)
         if job is None:
             os._exit(0)
@@ -254,17 +254,17 @@ def _spawn_from_a_copy(settings: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Import, then fork what is asked for over the socket whose file descriptor is the argument."""
-    setproctitle.getproctitle()  # which finds its place in memory as long as the environment is the first one
+    """Import modules, then serve requests on the socket whose file descriptor is the argument."""
+    setproctitle.getproctitle()  # finds the title's memory, while the environment is still the original one
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in IMPORTED:
         importlib.import_module(module)
-    del sys.modules[LAUNCHER]  # it is to run as __main__
+    del sys.modules[LAUNCHER]  # it must run as __main__
     early = [name for name in NOT_IMPORTED if name in sys.modules]
     if early:
         raise RuntimeError(f"the template must not import {', '.join(early)}.")
     gc.collect()
-    gc.freeze()  # else the first collection of each forked process copies it all
+    gc.freeze()  # else the first garbage collection in each forked process copies all memory
     job = serve(connection)
     if job is not None:
         job()

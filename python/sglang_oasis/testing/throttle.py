@@ -1,4 +1,4 @@
-"""A link that is slower than the machine's, to see what adapts to it."""
+"""Simulates a link that is slower than the machine's, to test what adapts to the link."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from sglang_oasis.lookahead.pipelines.native import NativePipeline
 
 
 def throttle(pipeline: LookaheadPipeline, bytes_per_second: float) -> None:
-    """Make the transfers of the C++ kernels' pipeline as slow as over such a link, per thread; 0 ends it."""
+    """Limit the transfers of the C++ kernels' pipeline to this rate per thread; 0 removes the limit."""
     assert isinstance(pipeline, NativePipeline), "only the kernels' transfers can be slowed down"
     pipeline._kernels.pipeline_throttle(pipeline._handle, bytes_per_second)

@@ -1,4 +1,4 @@
-"""A Llama with random weights that computes in no time."""
+"""A very small and fast Llama model with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to keep torch to an instruction set that is narrower than the machine's."""
+"""Limits torch to an instruction set that is narrower than the machine's."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ TORCH_LIMITS = {
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-"""Environment in which torch keeps to an instruction set; on the wider ones it takes what the machine has."""
+"""Environment variables that limit torch to an instruction set; for wider sets torch uses what the machine has."""

@@ -1,4 +1,4 @@
-"""The selections a server records, one file per decode step, when `SGLANG_OASIS_TRACE_DIR` names a folder."""
+"""Reads the selections that a server records, one file per decode step, if `SGLANG_OASIS_TRACE_DIR` is a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepSelection(NamedTuple):
-    """What one request attends to in one decode step."""
+    """The blocks that one request attends to in one decode step."""
 
     seq_len: int
     """Length including the token whose query attends."""
@@ -22,13 +22,13 @@ class StepSelection(NamedTuple):
 
     @property
     def attended_tokens(self) -> Tensor:
-        """Tokens attended per layer and KV head: int64 `[layers, H]`."""
+        """Return the number of tokens attended per layer and KV head: int64 `[layers, H]`."""
         local = self.seq_len - self.first_local_block * self.block_size
         return (self.selected >= 0).sum(-1) * self.block_size + local
 
 
 def load_trace(directory: Path, rid: str) -> list[StepSelection]:
-    """The recorded selections of request `rid`, ordered by step. Raises `ValueError` if there are none."""
+    """Return the recorded selections of request `rid`, ordered by step. Raises `ValueError` if there are none."""
     steps = []
     for path in sorted(directory.glob("step_*.pt")):
         record = torch.load(path, weights_only=True)

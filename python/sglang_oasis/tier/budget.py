@@ -1,4 +1,4 @@
-"""How many bytes each tier gets."""
+"""Decides how many bytes each tier gets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_oasis.tier.host_memory.available import available_host_bytes
 
 AUTO_HOST_SHARE = 0.5
 AUTO_CPU_DEVICE_SHARE = 0.25
-"""Shares of the free host memory; on a CPU both tiers live there, and activations need the rest."""
+"""Shares of the free host memory; on a CPU both tiers are in host memory, and activations need the rest."""
 
 UNKNOWN = 1 << 62
-"""Free device bytes before the model is loaded."""
+"""Stands for the free bytes of a GPU, which are not known before the model is loaded."""
 
 
 class TierBudget(NamedTuple):
-    """Bytes per rank.
+    """Bytes of the tiers per rank.
 
     Attributes:
         host_bytes: host pool with its summaries.
@@ -35,17 +35,17 @@ def divide_memory(
     free_device_bytes: int | None,
     free_host_bytes: int | None = None,
 ) -> TierBudget:
-    """Divide the memory that is free now.
+    """Divide the free memory between the tiers.
 
     Args:
         config: the validated configuration.
         ranks: ranks on this host that share its memory.
         free_device_bytes: bytes that SGLang would give its KV cache on this rank's device; None on a CPU, where the
-            device tier lives in host memory.
-        free_host_bytes: free host memory, None to ask the machine.
+            device tier is in host memory.
+        free_host_bytes: free host memory, None to measure it.
 
     Raises:
-        LookaheadKVError: what was asked for is not free.
+        LookaheadKVError: the flags ask for more than is free.
     """
     share = (available_host_bytes() if free_host_bytes is None else free_host_bytes) // ranks
     host, device = _asked(config.host_gb), _asked(config.device_gb)

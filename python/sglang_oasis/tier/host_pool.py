@@ -11,21 +11,21 @@ from sglang_oasis.ops.summary import SummaryFormat, summarise_pages
 from sglang_oasis.ops.tokens import store_tokens
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes a zeroed CPU tensor of a shape and dtype."""
+"""A function that makes a zeroed CPU tensor of a shape and dtype."""
 
 
 def pageable(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Ordinary memory, which the system provides when it is first written."""
+    """Return a zeroed tensor in ordinary memory, which the system provides when it is first written."""
     return torch.zeros(shape, dtype=dtype)
 
 
 class HostPool:
-    """Paged K/V and the summaries of completed pages, per layer.
+    """The pages of K and V and the summaries of completed pages, per layer.
 
     Args:
         num_pages, num_layers, kv_heads, block_size, head_dim, dtype: shape and element type of the pages.
-        summary_format: how completed pages are summarised, None for not at all.
-        allocate: where the memory comes from; a CUDA device reads pinned memory (`tier/host_memory/pinned.py`).
+        summary_format: how completed pages are summarised, None for no summaries.
+        allocate: allocates the memory; a CUDA device needs pinned memory (`tier/host_memory/pinned.py`).
 
     Attributes:
         kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.
@@ -58,7 +58,7 @@ class HostPool:
         return sum(t.nbytes for t in self.kv) + sum(t.nbytes for t in self.summaries)
 
     def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store tokens.
+        """Store K and V of tokens.
 
         Args:
             layer: layer of this rank.
@@ -68,12 +68,12 @@ class HostPool:
         store_tokens(self.kv[layer], None, indices.to("cpu", torch.int64), keys, values)
 
     def read(self, layer: int, indices: Tensor) -> Tensor:
-        """K and V of tokens: indices [T] -> [T, H, 2, D]."""
+        """Return K and V of tokens: indices [T] -> [T, H, 2, D]."""
         page, offset = self.locate(indices)
         return self.kv[layer][page, :, :, offset]
 
     def summarise(self, layer: int, pages: Tensor) -> None:
-        """Rebuild the summaries of completed pages [P] int64."""
+        """Build the summaries of completed pages [P] int64."""
         if pages.numel() and self.summary_format is not None:
             summarise_pages(self.kv[layer], pages, self.summary_format, self.summaries[layer])
 
@@ -84,6 +84,6 @@ class HostPool:
             self.write(layer, target, tokens[:, :, 0], tokens[:, :, 1])
 
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """KV indices [T] -> (page, offset in the page), int64 on the host."""
+        """Convert KV indices [T] to (page, offset in the page), int64 on the host."""
         indices = indices.to("cpu", torch.int64)
         return indices // self.block_size, indices % self.block_size

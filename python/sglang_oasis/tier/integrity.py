@@ -1,4 +1,4 @@
-"""Checks every invariant that ties the resident tier to the host pool. Slow; for tests and debugging."""
+"""Checks all invariants between the resident tier and the host pool. It is slow, for tests and debugging only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
 from sglang_oasis.tier.window import Window
 
 RECOMPUTED_FLOAT32, RECOMPUTED_16_BIT = 1e-3, 0.1
-"""Relative difference of a key or value vector that may come from computing it in another batch."""
+"""Relative difference allowed for a key or value vector that was computed in another batch."""
 
 
 SUMMARY_TOLERANCE = {"bf16": 0.02, "int8": 0.05, "int4": 0.3}
-"""The same for a summary, where a last bit may also turn into another code."""
+"""Relative difference allowed for a summary, in which a last bit may also lead to another code."""
 
 
 class IntegrityError(AssertionError):
@@ -33,7 +33,7 @@ def check_integrity(tier: ResidentTier, host: HostPool, pages_of: Callable[[int,
         pages_of: (row, number of blocks) -> [blocks] int64 host pages of the row's first blocks.
 
     Raises:
-        IntegrityError: names the layer, the row and the invariant.
+        IntegrityError: an invariant does not hold; the message names the layer, the row and the invariant.
     """
     for row in tier.rows.occupied():
         window = tier.window(int(tier.rows.length[row]))
@@ -55,7 +55,7 @@ def _require(condition: bool | Tensor, invariant: str) -> None:
 
 def _check_head_map(layer: ResidentLayer, row: int, window: Window, drafts: int) -> None:
     used = min(layer.selected, window.first_local)
-    # Blocks that would have left the local slots, had the last step's drafts been accepted, may have a slot already.
+    # Blocks that would have left the local slots if all drafts had been accepted may already have a selected slot.
     most = min(layer.selected, window.later(drafts).first_local)
     head_map, slot_of = layer.head_map[row].long(), layer.slot_of[row].long()
     occupied = head_map >= 0
@@ -93,10 +93,10 @@ def _check_summaries(layer: ResidentLayer, row: int, window: Window, host: HostP
 
 
 def _mirrors(resident: Tensor, host: Tensor, least_tolerance: float = 0.0) -> Tensor:
-    """Whether each vector [..., D] equals the host's, up to the rounding of computing it again.
+    """Whether each vector [..., D] equals the host's, up to the rounding differences of a second computation.
 
-    When two requests compute the same page, SGLang's radix tree keeps one and points both rows to it. The copy that was
-    dropped may differ in the last bits, because it was computed in another batch.
+    When two requests compute the same page, SGLang's radix tree keeps one copy for both rows. The copy that was dropped
+    may differ in the last bits, because it was computed in another batch.
     """
     tolerance = max(least_tolerance, RECOMPUTED_FLOAT32 if host.dtype == torch.float32 else RECOMPUTED_16_BIT)
     resident, host = resident.cpu().double(), host.double()

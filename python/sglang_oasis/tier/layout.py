@@ -1,4 +1,4 @@
-"""Shapes and bytes of the tiers; the one place that converts blocks and tokens to bytes."""
+"""Shapes and bytes of the tiers; only this file converts blocks and tokens to bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TierLayout:
     Attributes:
         num_layers: attention layers on this rank.
         kv_heads: H, KV heads on this rank.
-        head_dim: D, of keys and values alike.
+        head_dim: D, head size of both keys and values.
         dtype: element type of K and V.
         block_size: B, tokens per block.
         selected_blocks: per layer, K; a dense layer has `max_blocks`.
@@ -58,7 +58,7 @@ class TierLayout:
         context_length: int,
         draft_tokens: int = 0,
     ) -> TierLayout:
-        """Lay out the tiers of a model with `context_length` tokens at most per request."""
+        """Return the layout for a model with at most `context_length` tokens per request."""
         config.check_layers(num_layers)
         # One block more than the context: a decode step that was already launched when its request
         # reached the limit still writes one token.
@@ -87,27 +87,27 @@ class TierLayout:
 
     @property
     def sparse_layers(self) -> frozenset[int]:
-        """Layers whose slots rows can exceed."""
+        """Layers in which a row can have more blocks than slots."""
         return frozenset(layer for layer, selected in enumerate(self.selected_blocks) if selected < self.max_blocks)
 
     @property
     def chunk_bytes(self) -> int:
-        """K and V of one block of one head in one layer: the unit of every transfer."""
+        """Bytes of K and V of one block of one head in one layer: the unit of every transfer."""
         return 2 * self.block_size * self.head_dim * self.dtype.itemsize
 
     @property
     def summary_bytes(self) -> int:
-        """Summary of one block of one head in one layer."""
+        """Bytes of the summary of one block of one head in one layer."""
         return self.summary_format.record_bytes(self.head_dim)
 
     @property
     def host_page_bytes(self) -> int:
-        """One host page in all layers and heads, with the summaries kept beside it."""
+        """Bytes of one host page in all layers and heads, with its summaries."""
         return self.num_layers * self.kv_heads * (self.chunk_bytes + self.summary_bytes)
 
     @property
     def row_summary_bytes(self) -> int:
-        """Device summaries of one row in all layers and heads."""
+        """Bytes of the device summaries of one row in all layers and heads."""
         return self.num_layers * self.kv_heads * self.max_blocks * self.summary_bytes
 
     @property
@@ -120,15 +120,15 @@ class TierLayout:
         return self.kv_heads * (slots * self.chunk_bytes + maps + averages) + self.row_summary_bytes
 
     def step_bytes(self, cap: int) -> int:
-        """Bytes of one row's fetch in a decode step with `cap` blocks in every KV head of every sparse layer."""
+        """Return the bytes of one row's fetch in a decode step: `cap` blocks per KV head of each sparse layer."""
         return self.kv_heads * self.chunk_bytes * len(self.sparse_layers) * cap
 
     def rows_in(self, device_bytes: int, draft_row_bytes: int = 0) -> int:
-        """Requests that decode concurrently in `device_bytes`; one row more is allocated as SGLang's padding row 0.
+        """Return how many requests can decode in `device_bytes`; one more row is needed for SGLang's padding row 0.
 
         Args:
-            device_bytes: for all rows.
-            draft_row_bytes: what a row takes besides, in the tiers of a draft model.
+            device_bytes: bytes for all rows.
+            draft_row_bytes: bytes that a row takes in addition, in the tiers of a draft model.
 
         Raises:
             LookaheadKVError: not even one request fits.
@@ -145,5 +145,5 @@ class TierLayout:
 
 
 def fetch_cap(fetch_ratio: float, selected_blocks: int) -> int:
-    """C: most blocks admitted per KV head, layer and step."""
+    """Return C, the largest number of blocks admitted per KV head, layer and step."""
     return max(1, int(fetch_ratio * selected_blocks))

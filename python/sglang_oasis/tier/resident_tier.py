@@ -23,12 +23,12 @@ BlockIndex = TypeVar("BlockIndex", int, Tensor)
 
 
 class ResidentLayer:
-    """One layer of the resident tier; S rows, H KV heads, K selected slots, R local slots, N logical blocks.
+    """One layer of the resident tier: S rows, H KV heads, K selected slots, R local slots, N logical blocks.
 
     Attributes:
         blocks: [S, H, K+R, 2, B, D].
         head_map: [S, H, K] int32, logical block of each selected slot or -1.
-        last_selected: [S, H, K] int32, step in which each selected slot was last selected.
+        last_selected: [S, H, K] int32, mark of the step in which each selected slot was last selected.
         slot_of: [S, H, N] int32, inverse of `head_map`: slot of each logical block or -1.
         summaries: [S, H, N, R] uint8, of the row's completed blocks.
         averages: [S, H, N] float32, average score of each logical block; None where scores are not smoothed.
@@ -60,7 +60,7 @@ class ResidentLayer:
         return self.selected + block % self.local
 
     def write_tokens(self, rows: Tensor, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store tokens in their rows' local slots.
+        """Store K and V of tokens in their rows' local slots.
 
         Args:
             rows: [T] int64.
@@ -70,21 +70,21 @@ class ResidentLayer:
         store_tokens(self.blocks, rows, places, keys, values)
 
     def begin_averages(self, row: int, scores: Tensor | None) -> None:
-        """Start a row's average scores anew, from the `scores` [H, n] of its first blocks, where there are any."""
+        """Reset a row's average scores, to the `scores` [H, n] of its first blocks if they are given."""
         if self.averages is not None:
             self.averages[row] = UNKNOWN
             if scores is not None:
                 self.averages[row, :, : scores.shape[1]] = scores
 
     def build(self, row: int, selected: Tensor, window: Window, kv: Tensor, pages: Tensor) -> None:
-        """Fill a row from pages: selected blocks and local blocks; whatever the row held is gone.
+        """Fill a row with selected and local blocks from pages, replacing all that it held.
 
         Args:
             row: the row.
             selected: [H, n] int64 logical blocks, n <= K.
-            window: the row's window; its tokens are all in the pages.
+            window: the row's window; all its tokens must be in the pages.
             kv: [X, H, 2, B, D], the host pool, or pages that are staged on the device.
-            pages: [open_block + 1] int64 where `kv` is, page of each logical block of the row.
+            pages: [open_block + 1] int64 on the device of `kv`, page of each logical block of the row.
         """
         self.head_map[row] = -1
         self.slot_of[row] = -1
@@ -100,7 +100,7 @@ class ResidentLayer:
         self.blocks[row][:, self.local_slot(local)] = chunks.transpose(0, 1)
 
     def graduate(self, rows: Tensor, blocks: Tensor, step: int) -> None:
-        """Keep blocks that leave the local slots, where there is room; the others live on in the host only.
+        """Keep blocks that leave the local slots if there is a selected slot for them; others stay in the host only.
 
         Args:
             rows, blocks: [g] int64.
@@ -110,7 +110,7 @@ class ResidentLayer:
 
 
 class ResidentTier:
-    """All layers of the resident tier and the table of the rows that are live in it."""
+    """All layers of the resident tier, and the table of its live rows."""
 
     def __init__(self, layout: TierLayout, num_rows: int, device: torch.device) -> None:
         self.layout = layout
@@ -123,12 +123,12 @@ class ResidentTier:
         return Window(length, self.layout.block_size, self.layout.recent_blocks)
 
     def windows(self, lengths: Tensor) -> Windows:
-        """Windows of rows with [n] int64 tokens."""
+        """Return the windows of rows with `lengths` tokens, [n] int64."""
         return Windows(lengths, self.layout.block_size, self.layout.recent_blocks)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of K and V that live rows hold resident."""
+        """Bytes of K and V that are resident for live rows."""
         windows = self._live_windows()
         local = (windows.open_block - windows.first_local + 1).sum() * self.layout.num_layers
         selected = sum(int(windows.first_local.clamp(max=k).sum()) for k in self.layout.selected_blocks)

@@ -1,4 +1,4 @@
-"""Who owns each row of the resident tier: a row is identified by (row, generation)."""
+"""Records which request owns each row of the resident tier, identified by (row, generation)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ NOBODY = -1
 
 
 class RowTable:
-    """Rows that hold a resident set; reuse of a row by another request shows as another generation.
+    """The rows that hold a resident set; a row that another request reuses has another generation.
 
     Args:
         num_rows: S.
 
     Attributes:
-        generation: [S] int64, SGLang's generation of the row when it was built, NOBODY where nothing is resident.
-        length: [S] int64, committed tokens that the local slots, the head map and the summaries serve.
+        generation: [S] int64, SGLang's generation of the row when it was built, NOBODY if nothing is resident.
+        length: [S] int64, committed tokens that the local slots, the head map and the summaries cover.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -31,20 +31,20 @@ class RowTable:
         self.generation[row], self.length[row] = generation, length
 
     def release(self, row: int) -> None:
-        """Forget the row's resident set; a row that holds none is left alone."""
+        """Remove the row's resident set, if it has one."""
         self.generation[row] = NOBODY
 
     def clear(self) -> None:
         self.generation.fill_(NOBODY)
 
     def live(self, rows: Tensor, generations: Tensor) -> Tensor:
-        """Which of the (row, generation), [n] int64 each, hold a resident set: [n] bool."""
+        """Return which of the pairs (row, generation), [n] int64 each, hold a resident set: [n] bool."""
         return self.generation[rows] == generations
 
     def advance(self, rows: Tensor, lengths: Tensor) -> None:
-        """Move rows [n] int64 on to longer lengths [n] int64."""
+        """Set larger lengths [n] int64 of rows [n] int64."""
         self.length[rows] = lengths
 
     def occupied(self) -> list[int]:
-        """Rows that hold a resident set."""
+        """Return the rows that hold a resident set."""
         return (self.generation != NOBODY).nonzero().flatten().tolist()

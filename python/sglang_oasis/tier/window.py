@@ -1,10 +1,10 @@
-"""Which blocks of a row are selectable, local and complete at a given length: pure arithmetic, no memory.
+"""Computes which blocks of a row are selectable, local and complete at a given length, without access to memory.
 
     |<- sinks ->|                       |<-- recent -->|
     [ 0 ][ 1 ]...[ first_local - 1 ][ first_local ] ... [ open ]
     |<------- selectable ---------->|<------- local ---------->|
 
-Every selectable block is complete. Draft tokens may lie beyond the newest committed token; they do not move the window.
+Every selectable block is complete. Draft tokens may follow the newest committed token; they do not move the window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """The block window of a row with `length` committed tokens, the one being written included.
+    """The block window of a row with `length` committed tokens, including the one being written.
 
     Attributes:
         length: committed tokens, at least 1.
@@ -53,12 +53,12 @@ class Window(NamedTuple):
         return self.later(1)
 
     def later(self, tokens: int) -> Window:
-        """The window with more tokens committed."""
+        """Return the window after `tokens` more committed tokens."""
         return self._replace(length=self.length + tokens)
 
 
 class Windows(NamedTuple):
-    """The windows of n rows at once; every property of `Window`, as [n] int64.
+    """The windows of n rows; every property of `Window`, as [n] int64.
 
     Attributes:
         length: [n] int64.

@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_known_before_a_launch_and_triton_serves_it(caplog:
         declined = overrides._predict_admissions(large, state, among, ranking, mark, admitting)
         assert declined is NotImplemented
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton selects blocks: the shared memory of this GPU does not hold queries of 8 x 128 x 256 and 8 slots."
+        "Using Triton to select blocks: this GPU's shared memory is too small for queries of 8 x 128 x 256 and 8 slots."
     ]
 
 
@@ -213,7 +213,7 @@ def test_without_a_toolkit_one_warning_says_so(
     monkeypatch.delenv("CUDA_PATH", raising=False)
     assert native.load() is native.load() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "The CUDA C++ kernels cannot be used, Triton does it: "
+        "The CUDA C++ kernels cannot be used, so Triton is used: "
         "there is no CUDA toolkit; install one with nvcc, or set CUDA_HOME to its folder."
     ]
 

@@ -67,7 +67,7 @@ def test_without_a_compiler_one_warning_says_so_and_plain_torch_does_the_work(
     assert native.load() is None
     assert native.kernels() is None
     assert complaints(caplog) == [
-        "The CPU kernels cannot be used, plain torch does it, much slower: "
+        "The CPU kernels cannot be used, so plain torch is used, which is much slower: "
         f"there is no C++ compiler ({missing}); install g++, or set CXX to one."
     ]
     assert native.load() is None
@@ -93,12 +93,10 @@ def test_what_does_not_compile_is_not_tried_again_in_every_process(
         assert native.load() is None
     assert len(compiler.calls) == 1
     said = complaints(caplog)
-    assert said[0] == ("The CPU kernels cannot be used, plain torch does it, much slower: error: it is Tuesday.")
+    cannot_be_used = "The CPU kernels cannot be used, so plain torch is used, which is much slower"
+    assert said[0] == f"{cannot_be_used}: error: it is Tuesday."
     (failure,) = (compiled.places("kernels")[0]).glob("*/failed.json")
-    assert said[1] == (
-        "The CPU kernels cannot be used, plain torch does it, much slower: error: it is Tuesday (not tried again; "
-        f"delete {failure} to do so)."
-    )
+    assert said[1] == f"{cannot_be_used}: error: it is Tuesday (not tried again; delete {failure} to try again)."
     failure.unlink()
     compiler.error = None
     assert native.build().exists()
@@ -214,7 +212,7 @@ def test_the_environment_can_leave_the_kernels_out(
     assert native.load() is None
     assert not compiler.calls
     assert complaints(caplog) == [
-        "SGLANG_OASIS_CPU_KERNELS is 0: plain torch does the work of the CPU kernels, much slower."
+        "SGLANG_OASIS_CPU_KERNELS is 0: plain torch replaces the CPU kernels, which is much slower."
     ]
 
 

@@ -155,14 +155,14 @@ def test_a_head_size_that_the_kernels_do_not_know_is_left_to_the_reference() -> 
 def test_a_tensor_with_gaps_is_refused_by_name() -> None:
     blocks = torch.zeros(2, 1, 4, 2, 8, 16)[:, :, ::2]
     zeros = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"^blocks has strides .*contiguous tensor\.$"):
+    with pytest.raises(ValueError, match=r"^blocks must be contiguous, got strides .*\.$"):
         overrides.attend(torch.zeros(1, 1, 16), blocks, zeros, zeros[None].int(), zeros.int(), zeros.int(), 1.0, 1)
 
 
 def test_admissions_wider_than_the_slots_are_refused() -> None:
     maps = occupied_maps(1, 1, 2, 4, generator(0))
     one, zeros = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="3 blocks exceed the 2 selected slots"):
+    with pytest.raises(ValueError, match="at most as wide as the 2 selected slots, got 3"):
         overrides.select_admissions(
             torch.zeros(1, 1, 2, dtype=torch.int64),
             Among(zeros, one),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from sglang_oasis.planner.models import KNOWN_MODELS
         ("--model Qwen3-8B --gpu h100 --context 32768 --fetch-ratio 2", "--fetch-ratio must be"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --dense-layers 40", "--dense-layers must be"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --batch 5000", "--batch 5000 does not fit"),
-        ("--model Qwen3-8B --gpu h100 --context 32768 --host-gb 1", "--host-gb 1 is too little"),
+        ("--model Qwen3-8B --gpu h100 --context 32768 --host-gb 1", "--host-gb must be at least"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --host-gb nan", "got nan"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --mem-fraction 1.5", "got 1.5"),
         ("--model Qwen3-8B --gpu h100 --context 32768 --output-json /no/folder/f", "/no/folder/f cannot be written"),
@@ -42,7 +43,7 @@ from sglang_oasis.planner.models import KNOWN_MODELS
         ("--model Qwen3-8B --gpu h100 --context 32768 --mem-fraction 1", "above 0 and below 1"),
         (
             "--model Qwen3-8B --gpu h100 --context 32768 --budget 16",
-            "Sink tokens must be at least a page less",
+            "Sink tokens must be at least one page less",
         ),
         ("--model Qwen3-8B --gpu h100 --context 32768 --plot nosuffix", "--plot nosuffix has no suffix"),
         ("--model Qwen3-8B --gpu h100 --context 1e5", "must be a whole number"),
@@ -70,19 +71,19 @@ def test_what_is_impossible_gets_one_sentence_and_status_2(
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ("{", "is no JSON file"),
-        ("[1]", "is no JSON object"),
+        ("{", "is not a JSON file"),
+        ("[1]", "is not a JSON object"),
         ('{"name": "x"}', "lacks or misspells flops_per_second"),
         ({"link": 1}, "lacks or misspells link"),
-        ({"memory_bytes": 0}, "memory_bytes 0"),
-        ({"flops_per_second": "fast"}, "flops_per_second fast"),
-        ({"flops_per_second": 1e300}, "flops_per_second 1e\\+300: give a number from 1e\\+11 to 1e\\+17"),
-        ({"memory_bytes": 80}, "memory_bytes 80: give .*not GB"),
-        ({"memory_bytes_per_second": 3350}, "memory_bytes_per_second 3350"),
-        ({"link_bytes_per_second": float("nan")}, "link_bytes_per_second nan"),
-        ({"gather_bytes_per_second": 65e9}, "gather_bytes_per_second 6.5e\\+10 above link_bytes_per_second 6.4e\\+10"),
-        ({"name": 7}, "has name 7"),
-        ({"source": None}, "has source None"),
+        ({"memory_bytes": 0}, "memory_bytes must be .* got 0"),
+        ({"flops_per_second": "fast"}, "flops_per_second must be .* got fast"),
+        ({"flops_per_second": 1e300}, "flops_per_second must be a number from 1e\\+11 to 1e\\+17, .* got 1e\\+300"),
+        ({"memory_bytes": 80}, "memory_bytes must be .*not GB.* got 80"),
+        ({"memory_bytes_per_second": 3350}, "memory_bytes_per_second must be .* got 3350"),
+        ({"link_bytes_per_second": float("nan")}, "link_bytes_per_second must be .* got nan"),
+        ({"gather_bytes_per_second": 65e9}, "gather_bytes_per_second must be .* 6.4e\\+10, got 6.5e\\+10"),
+        ({"name": 7}, "name must be a string, got 7"),
+        ({"source": None}, "source must be a string, got None"),
     ],
 )
 def test_a_gpu_file_that_says_something_else_is_refused(record: Any, complaint: str, tmp_path: Path) -> None:
@@ -147,14 +148,14 @@ def test_a_lone_configuration_file_is_no_model_path(tmp_path: Path, capsys: pyte
     file.write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen3-8B"]))
     out = planned(f"--model {file} --gpu h100 --context 32768", capsys)
     assert "--model-path MODEL_FOLDER " in out
-    assert f"# MODEL_FOLDER stands for the folder whose config.json {file} is." in out
+    assert f"# Replace MODEL_FOLDER by the model folder to which {file} belongs." in out
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_host_memory_that_is_asked_for_is_enough(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
     asked = f"--model Qwen3-8B --gpu h100 --context 32768 --tp {tp} --host-gb"
     assert main(shlex.split(f"{asked} 3")) == 2
-    least = capsys.readouterr().err.removesuffix(".\n").rsplit(" ", 1)[-1]
+    (least,) = re.findall(r"--host-gb must be at least (\S+) for", capsys.readouterr().err)
     assert "(host memory)" in planned(f"{asked} {least}", capsys)
 
 

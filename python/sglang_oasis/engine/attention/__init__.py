@@ -1,1 +1,1 @@
-"""What attends on a device."""
+"""The attention kernels of a device."""

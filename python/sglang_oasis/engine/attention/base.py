@@ -1,4 +1,4 @@
-"""What attends on a device: the interface of the kernels, and what all of them need to know."""
+"""The interface of a device's attention kernels, and the parameters that all of them need."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class DecodeAttention(Protocol):
     """Attention of n entries with m tokens each over the slots of a `SlotTable`."""
 
     def plan(self, table: SlotTable, entries: int, tokens: int) -> None:
-        """Prepare for a step; outside of a captured graph, after the table was loaded."""
+        """Prepare for a step; called outside of a captured graph, after the table was loaded."""
 
     def refresh(self, table: SlotTable, entries: int, tokens: int) -> None:
-        """Prepare what the device can do by itself; inside of a captured graph."""
+        """Do the part of the preparation that the device can do alone; called inside of a captured graph."""
 
     def run(self, query: Tensor, blocks: Tensor, table: SlotTable, entries: int) -> Tensor:
-        """query [n * m, H*G, D], blocks [S, H, K+R, 2, B, D] -> [n * m, H*G, D]."""
+        """Attend: query [n * m, H*G, D], blocks [S, H, K+R, 2, B, D] -> [n * m, H*G, D]."""
 
 
 class PrefillAttention(Protocol):
-    """Causal attention of a group's new tokens over all its tokens."""
+    """Causal attention of the new tokens of a group of requests over all its tokens."""
 
     def plan(self, groups: Sequence[StagedGroup]) -> None:
         """Prepare for a pass."""
 
     def run(self, query: Tensor, kv: Tensor, group: StagedGroup) -> Tensor:
-        """query [t, H*G, D], kv [X, H, 2, B, D] -> [t, H*G, D]."""
+        """Attend: query [t, H*G, D], kv [X, H, 2, B, D] -> [t, H*G, D]."""
 
 
 class AttentionSetup(NamedTuple):
-    """What is the same for all layers and steps.
+    """The parameters that are the same for all layers and steps.
 
     Attributes:
         layout: the tier layout.
-        query_heads: of this rank.
-        dtype: of the queries.
+        query_heads: query heads of this rank.
+        dtype: dtype of the queries.
         scale: softmax scale.
-        device, streams: what attends.
+        device, streams: the device that attends, and its streams.
     """
 
     layout: TierLayout
@@ -57,7 +57,7 @@ class AttentionSetup(NamedTuple):
 
 
 class DeviceAttention(NamedTuple):
-    """The kernels of decode and of prefill."""
+    """The attention kernels of decode and of prefill."""
 
     decode: DecodeAttention
     prefill: PrefillAttention

@@ -1,4 +1,4 @@
-"""Which kernels attend on a device: FlashInfer's paged ones where they serve, a Triton kernel elsewhere."""
+"""Chooses a device's attention kernels: FlashInfer's paged kernels where they can serve, else a Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_oasis.engine.attention.base import AttentionSetup, DeviceAttention
 
 
 def choose_attention(setup: AttentionSetup) -> DeviceAttention:
-    """FlashInfer, or Triton where FlashInfer is absent or does not know the head size or the dtype."""
+    """Return FlashInfer's kernels, or Triton's where FlashInfer is absent or lacks the head size or the dtype."""
     if flashinfer.serves(setup.layout, setup.dtype):
         return flashinfer.make(setup)
     return triton.make(setup)

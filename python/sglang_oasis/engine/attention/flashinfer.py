@@ -1,4 +1,4 @@
-"""Attention of a device by FlashInfer's paged kernels; read from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
+"""Attention on a device with FlashInfer's paged kernels; read from FlashInfer 0.7.2, which SGLang 0.5.23 pins."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sglang_oasis.tier.prefill.plan import StagedGroup
 
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation recommends for the partial results of split sequences."""
+"""Bytes that FlashInfer's documentation recommends for the partial results of split sequences."""
 PLAN_BYTES = 1 << 20
-"""Of device memory, and of pinned memory, for a plan."""
+"""Bytes of device memory, and of pinned memory, for a plan."""
 
 
 def serves(layout: TierLayout, query_dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and knows the head size and the dtype."""
+    """Whether FlashInfer is installed and supports the head size and the dtype."""
     known = query_dtype in (torch.float16, torch.bfloat16) and layout.dtype == query_dtype
     return known and layout.head_dim in HEAD_DIMS and importlib.util.find_spec("flashinfer") is not None
 
 
 def make(setup: AttentionSetup) -> DeviceAttention:
-    """Decode and prefill, which share a workspace: they never run at once."""
+    """Make the kernels of decode and of prefill, which share a workspace because they never run concurrently."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=setup.device)
@@ -45,10 +45,10 @@ class _Planned:
     """A FlashInfer wrapper with the memory that its graph reads.
 
     Attributes:
-        wrapper: FlashInfer's.
-        pages: where it finds the page table.
-        counts: [n], pages of each entry for which it is planned; None before the first plan.
-        copied: when the device has taken over that plan.
+        wrapper: FlashInfer's wrapper.
+        pages: the page table that the wrapper reads.
+        counts: [n], pages of each entry in the current plan; None before the first plan.
+        copied: event after which the device has copied that plan.
     """
 
     wrapper: Any
@@ -62,8 +62,8 @@ class FlashInferDecode:
 
     One wrapper per shape of step, shared by all layers with as many slots. The plan of its `fa2` kernels depends on the
     number of pages of each sequence only (`scheduler.cuh`, DecodePlan and PrefillSplitQOKVIndptr): it never changes for
-    rows that exceed their budget, and every B steps for another. m tokens per entry are `q_len_per_req`, which tensor
-    core kernels of that backend serve, causally.
+    rows that exceed their budget, and changes every B steps for other rows. m tokens per entry are passed as
+    `q_len_per_req`, which the tensor-core kernels of that backend support, causally.
 
     Args:
         setup: what attends; keys and values are of the queries' dtype.
@@ -86,7 +86,7 @@ class FlashInferDecode:
         if planned.counts is not None:
             if torch.equal(planned.counts, counts):
                 return
-            # The wrapper copies all its plans from one piece of pinned memory; a step may not have got its own yet.
+            # The wrapper copies all its plans from one pinned buffer, and an earlier plan may not be copied yet.
             self._setup.streams.synchronize(planned.copied)
         heads = self._layout.kv_heads
         starts = torch.nn.functional.pad(counts.repeat_interleave(heads).cumsum(0), (1, 0)).int()
@@ -112,7 +112,7 @@ class FlashInferDecode:
         tokens, heads = len(query) // entries, self._layout.kv_heads
         wrapper = self._planned[table, entries, tokens].wrapper
         pages = blocks.flatten(0, 2).unsqueeze(3)  # [pages, 2, B, 1, D]: layout NHD with one KV head
-        # A sequence's tokens are neighbours: [n, m, H, G, D] -> [n, H, m, G, D].
+        # The tokens of a sequence must be adjacent: [n, m, H, G, D] -> [n, H, m, G, D].
         by_head = query.view(entries, tokens, heads, self._group, -1).transpose(1, 2)
         out = wrapper.run(by_head.flatten(0, 2), pages)
         return out.view(by_head.shape).transpose(1, 2).reshape(query.shape)
@@ -134,7 +134,7 @@ class FlashInferDecode:
             paged_kv_last_page_len_buffer=pages.last_page_len,
             backend="fa2",
         )
-        # A plan takes some numbers per sequence and tile; the wrapper's own buffers, of 8 MiB, would be one per shape.
+        # A plan takes a few numbers per sequence and tile; the wrapper's own buffers take 8 MiB for each shape of step.
         numbers = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device)
         wrapper.reset_workspace_buffer(self._workspace, numbers)
         return _Planned(wrapper, pages)

@@ -1,4 +1,4 @@
-"""Attention of a device by one Triton kernel, which serves any head size up to 256 and every dtype."""
+"""Attention on a device with one Triton kernel, which serves any head size up to 256 and every dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_oasis.tier.prefill.plan import StagedGroup
 
 
 def make(setup: AttentionSetup) -> DeviceAttention:
-    """Decode and prefill."""
+    """Make the kernels of decode and of prefill."""
     return DeviceAttention(TritonDecode(setup), TritonPrefill(setup))
 
 
@@ -41,7 +41,7 @@ class TritonDecode:
 
 
 class TritonPrefill:
-    """The kernel that decodes serves any number of queries."""
+    """Prefill with the kernel of decode, which serves any number of queries."""
 
     def __init__(self, setup: AttentionSetup) -> None:
         self._scale = setup.scale
@@ -52,5 +52,5 @@ class TritonPrefill:
     def run(self, query: Tensor, kv: Tensor, group: StagedGroup) -> Tensor:
         starts = group.pages.query_starts
         most = int((starts[1:] - starts[:-1]).max())
-        rows = group.kv_lengths  # pages are the slots of every row
+        rows = group.kv_lengths  # not used: pages are the slots of every row
         return attend(query, kv, rows, group.slots, group.kv_lengths, group.query_starts, self._scale, most)

@@ -1,1 +1,1 @@
-"""C++ for CPUs."""
+"""The C++ kernels for CPUs."""

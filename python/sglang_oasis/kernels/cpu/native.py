@@ -22,7 +22,7 @@ NAME = "oasis_cpu"
 CFLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
 
 _CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-"""CPUs of this process. Read at import: an OpenMP runtime may later bind the main thread to one of them."""
+"""CPUs of this process, read at import, because an OpenMP runtime may later bind the main thread to one of them."""
 
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ _attempted = False
 
 
 def kernels() -> Any:
-    """The loaded kernels, a module of tvm_ffi functions; None where they are absent and plain torch does the work."""
+    """Return the loaded kernels, a module of tvm_ffi functions; None where they are absent and plain torch is used."""
     return _module
 
 
 def load() -> Any:
-    """Build the kernels if they are not in the cache, and load them; None, and a warning, where that is impossible.
+    """Load the kernels, after building them if they are not in the cache; None, and a warning, if that fails.
 
-    `SGLANG_OASIS_CPU_KERNELS=0` leaves them out.
+    `SGLANG_OASIS_CPU_KERNELS=0` turns them off.
     """
     global _module, _attempted
     if not _attempted:
@@ -53,27 +53,27 @@ def prepare() -> Path | None:
 
 
 def unload() -> None:
-    """Go back to plain torch; a later `load` loads again."""
+    """Return to plain torch; `load` loads the kernels again."""
     global _module, _attempted
     _module, _attempted = None, False
 
 
 def source_folder() -> Path:
-    """The C++ sources."""
+    """Return the folder of the C++ sources."""
     return compiled.source_folder("csrc/cpu")
 
 
 def build() -> Path:
-    """Compile the kernels unless the cache has them.
+    """Compile the kernels unless they are in the cache.
 
-    `SGLANG_OASIS_CPU_CFLAGS` has more flags for the compiler and the linker, as `scripts/sanitize.sh` needs them.
+    `SGLANG_OASIS_CPU_CFLAGS` holds further flags for the compiler and the linker; `scripts/sanitize.sh` sets it.
 
     Returns:
         The shared library.
 
     Raises:
-        RuntimeError: they do not compile; the message is the compiler's.
-        CacheError: there is no room for them.
+        RuntimeError: the kernels do not compile; the message is that of the compiler.
+        CacheError: there is not enough disk space for them.
     """
     extra = tuple(os.environ.get("SGLANG_OASIS_CPU_CFLAGS", "").split())
     return compiled.build(
@@ -90,13 +90,13 @@ def build() -> Path:
 
 def _attempt(action: Callable[[], T]) -> T | None:
     if os.environ.get("SGLANG_OASIS_CPU_KERNELS", "1") == "0":
-        logger.warning("SGLANG_OASIS_CPU_KERNELS is 0: plain torch does the work of the CPU kernels, much slower.")
+        logger.warning("SGLANG_OASIS_CPU_KERNELS is 0: plain torch replaces the CPU kernels, which is much slower.")
         return None
     try:
         return action()
-    except Exception as error:  # whatever is wrong with them, there are the references
+    except Exception as error:  # whatever the error is, the references can serve
         reason = compiled.reason(error)
-        logger.warning("The CPU kernels cannot be used, plain torch does it, much slower: %s.", reason)
+        logger.warning("The CPU kernels cannot be used, so plain torch is used, which is much slower: %s.", reason)
         return None
 
 
@@ -104,7 +104,7 @@ def _load() -> Any:
     import tvm_ffi
 
     module = tvm_ffi.load_module(str(build()))
-    instruction_set = module.instruction_set()  # fails here, and not in a thread, where a wrong one was asked for
+    instruction_set = module.instruction_set()  # an unknown one fails here, and not in a thread
     module.configure_threads(torch.get_num_threads(), torch.tensor(_CPUS, dtype=torch.int64))
     logger.info("CPU kernels for %s with %d threads.", instruction_set, torch.get_num_threads())
     return module

@@ -1,6 +1,6 @@
-"""The C++ implementations of the ops; importing this module puts them in the place of the references on CPUs.
+"""The C++ implementations of the ops; importing this module registers them for CPU tensors.
 
-They decline, and the reference runs, where the kernels are not loaded or a head size is not a multiple of 16.
+They return NotImplemented, so that the reference runs, if the kernels are not loaded or D is no multiple of 16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ HEAD_DIM_STEP, HEAD_DIM_MOST = 16, 512
 
 
 def serves(head_dim: int) -> bool:
-    """Whether the kernels are loaded and can work on heads of this size."""
+    """Whether the kernels are loaded and support heads of this size."""
     return kernels() is not None and head_dim % HEAD_DIM_STEP == 0 and head_dim <= HEAD_DIM_MOST
 
 
 def _heads_side_by_side(tokens: Tensor) -> Tensor:
-    """[T, heads, D] whose tokens may be anywhere, but each is one piece of memory."""
+    """Return tokens [T, heads, D] such that each token is contiguous; the tokens may have any stride."""
     _, heads, head_dim = tokens.shape
     whole = tokens.stride(2) == 1 and (heads == 1 or tokens.stride(1) == head_dim)
     return tokens if whole else tokens.contiguous()

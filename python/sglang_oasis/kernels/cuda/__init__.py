@@ -1,1 +1,1 @@
-"""CUDA C++."""
+"""The CUDA C++ kernels."""

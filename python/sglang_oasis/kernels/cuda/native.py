@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels: built for the GPU at hand when first needed, and their typed faces.
+"""Builds the CUDA C++ kernels for the GPU of this machine when they are first needed, and gives them typed signatures.
 
 Nothing here synchronises or allocates device memory, and the launch grids depend on shapes only: both kernels can be
 captured in a CUDA graph. They run on the current stream of the device of their tensors, once `load` has loaded them.
@@ -26,21 +26,21 @@ NAME = "oasis_cuda"
 CFLAGS = ("-O3", "-Wall", "-Wextra", "-Wno-unused-parameter")
 CUDA_CFLAGS = ("-O3", "-lineinfo")
 TOOLKIT = Path("/usr/local/cuda")
-"""Where CUDA is installed unless the environment says otherwise."""
+"""The folder of CUDA unless the environment names another."""
 FETCH_THREAD_BLOCKS = 16
-"""Thread blocks that copy from the host: 32 KiB in flight each, enough for a PCIe 5 link, on few of the processors."""
+"""Thread blocks that copy from the host: with 32 KiB in flight each, few are enough for a PCIe 5 link."""
 
 _module: Any = None
 _attempted = False
 
 
 def kernels() -> Any:
-    """The loaded kernels, a module of tvm_ffi functions; None where they are absent."""
+    """Return the loaded kernels, a module of tvm_ffi functions; None where they are absent."""
     return _module
 
 
 def load() -> Any:
-    """Build the kernels if they are not in the cache, and load them; None, and a warning, where that is impossible."""
+    """Load the kernels, after building them if they are not in the cache; None, and a warning, if that fails."""
     global _module, _attempted
     if not _attempted:
         _attempted = True
@@ -48,13 +48,13 @@ def load() -> Any:
             import tvm_ffi
 
             _module = tvm_ffi.load_module(str(build()))
-        except Exception as error:  # whatever is wrong with them, there are the Triton kernels
-            logger.warning("The CUDA C++ kernels cannot be used, Triton does it: %s.", compiled.reason(error))
+        except Exception as error:  # whatever the error is, the Triton kernels can serve
+            logger.warning("The CUDA C++ kernels cannot be used, so Triton is used: %s.", compiled.reason(error))
     return _module
 
 
 def build() -> Path:
-    """Compile the kernels for the current GPU, or for `TVM_FFI_CUDA_ARCH_LIST`, unless the cache has them.
+    """Compile the kernels for the current GPU, or for `TVM_FFI_CUDA_ARCH_LIST`, unless they are in the cache.
 
     Returns:
         The shared library.
@@ -81,10 +81,10 @@ def build() -> Path:
 
 
 def cuda_home() -> Path:
-    """Folder of the CUDA toolkit.
+    """Return the folder of the CUDA toolkit.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no toolkit is installed.
     """
     nvcc = shutil.which("nvcc")
     named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), nvcc and Path(nvcc).parents[1])
@@ -101,16 +101,16 @@ def fetch_blocks(
     mark: Mark,
     thread_blocks: int = FETCH_THREAD_BLOCKS,
 ) -> None:
-    """Load admitted blocks from their host pages over resident slots and update the maps.
+    """Load admitted blocks from their host pages into resident slots and update the maps.
 
-    `ops.device_step.fetch_blocks`: a warp reads one (page, head) chunk after the other from host memory.
+    Implements `ops.device_step.fetch_blocks`: a warp reads one (page, head) chunk after another from host memory.
 
     Args:
-        layer: its K and V contiguous and of one dtype, those of the host in pinned memory; pages are multiples of B.
+        layer: both tiers; K and V contiguous and of one dtype, those of the host pinned; pages start at multiples of B.
         rows: [n] int64.
         admissions: what to load.
-        mark: of the loaded blocks.
-        thread_blocks: of the GPU that copy; fewer leave more of it to others.
+        mark: mark of the loaded blocks.
+        thread_blocks: number of thread blocks that copy; fewer leave more of the GPU to other kernels.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.
@@ -122,7 +122,7 @@ def fetch_blocks(
 
 
 def fits(queries: Tensor, maps: Maps, fmt: SummaryFormat) -> bool:
-    """Whether the shared memory suffices for `fused_select` with queries of this shape, [n, Q, H*G, D]."""
+    """Whether the shared memory is large enough for `fused_select` with queries [n, Q, H*G, D] of this shape."""
     return _module.fused_select_fits(queries, fmt.bits, *maps.head_map.shape[1:])
 
 
@@ -136,20 +136,20 @@ def fused_select(
     scratch: Tensor,
     shared_bytes: int = 0,
 ) -> None:
-    """Score blocks, find the K best, mark the resident ones and choose what to load over which slots.
+    """Score blocks, find the K best, mark the resident ones among them, and choose what to load into which slots.
 
-    `ops.prediction.predict_admissions` in one kernel, one thread block per (entry, head). Summaries are read once where
-    the logits fit into shared memory, and twice beyond. Entries with 0 candidates admit nothing and touch nothing else.
+    Implements `ops.prediction.predict_admissions` in one kernel, one thread block per (entry, head). Summaries are read
+    once if the logits fit into shared memory, else twice. Entries with 0 candidates admit and change nothing.
 
     Args:
         queries: [n, Q, H*G, D], contiguous; D is a multiple of 16, 256 at most.
-        layer: `maps.last_selected` and the averages are written; without averages, the scores of this step rank.
+        layer: its `maps.last_selected` and averages are written; without averages, this step's scores rank the blocks.
         among: what may be chosen.
         ranking: how.
-        mark: of the blocks among the best that are resident.
+        mark: mark of the K best blocks that are resident.
         admitting: what is written.
-        scratch: [n or more, H, N] float32, anything.
-        shared_bytes: of shared memory at most, 0: all that the device has.
+        scratch: [n or more, H, N] float32, with any contents.
+        shared_bytes: most bytes of shared memory to use; 0 for all that the device has.
 
     Raises:
         ValueError: a shape, dtype or device is wrong.

@@ -1,6 +1,6 @@
-"""Puts the CUDA implementations of the ops in the place of the references: Triton's, and C++ where it is faster.
+"""Registers the CUDA implementations of the ops: Triton kernels, and C++ kernels where they are faster.
 
-The C++ kernels need a CUDA toolkit to be built; without them, or for shapes that they do not take, Triton serves.
+Building the C++ kernels needs a CUDA toolkit; without them, or for shapes that they do not support, Triton serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRITON = (overrides, staging)
 """Modules that register their ops when they are imported."""
 
 _fits: dict[tuple[Any, ...], bool] = {}
-"""Shapes that were met, and whether the C++ kernel takes them."""
+"""Shapes seen so far, and whether the C++ kernel supports them."""
 
 
 def install() -> None:
@@ -41,7 +41,7 @@ def _predict_admissions(
         _fits[shape] = native.fits(queries, layer.maps, ranking.fmt)
         if not _fits[shape]:
             logger.warning(
-                "Triton selects blocks: the shared memory of this GPU does not hold queries of %s and %d slots.",
+                "Using Triton to select blocks: this GPU's shared memory is too small for queries of %s and %d slots.",
                 " x ".join(map(str, shape[0])),
                 layer.maps.head_map.shape[-1],
             )

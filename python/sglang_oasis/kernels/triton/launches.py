@@ -1,7 +1,7 @@
 """How each Triton kernel is launched for given tensors: grid, arguments, tile sizes.
 
 A launch is data. `overrides.py` runs it; `scripts/kernel_reports/compile_report.py` makes it from tensors without
-memory and compiles what it would run. Nothing here looks into a tensor, so a launch depends on shapes, strides
+memory and compiles its kernel. Nothing here reads the contents of a tensor, so a launch depends on shapes, strides
 and types only.
 """
 
@@ -33,11 +33,11 @@ sources.load()
 from oasis_triton import attention, fetch, scores, selection, summaries, tokens  # noqa: E402
 
 COPY_TILE = 4096
-"""Elements that a program copies at once."""
+"""Elements that a program copies in one operation."""
 SCORE_TILE, RANK_TILE, TILES_AT_ONCE = 64, 256, 32
-"""Blocks that a program estimates and ranks; tiles whose sums it combines at once."""
+"""Blocks whose scores a program estimates and ranks; tiles whose sums it combines in one operation."""
 ATTENTION_TILE = 32
-"""Tokens of K and V that a program holds at once."""
+"""Tokens of K and V that a program holds at a time."""
 MOST_VECTORS = 64
 """Query vectors that share a tile of attention."""
 LEAST_DOT = 16
@@ -64,7 +64,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def compute_dtype(*dtypes: torch.dtype) -> tl.dtype:
-    """In which type to multiply matrices: their own, if they agree; Triton's interpreter knows no bfloat16 products."""
+    """The type in which to multiply: the operands' own if they agree; Triton's interpreter lacks bfloat16 products."""
     agree = len(set(dtypes)) == 1 and not triton.knobs.runtime.interpret
     return _DTYPES[dtypes[0]] if agree else tl.float32
 
@@ -72,15 +72,13 @@ def compute_dtype(*dtypes: torch.dtype) -> tl.dtype:
 def _contiguous(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}: pass a contiguous tensor.")
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}.")
 
 
 def _flat(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
-            raise ValueError(
-                f"The last dimension of {name} has stride {tensor.stride(-1)}: pass one that is contiguous."
-            )
+            raise ValueError(f"The last dimension of {name} must be contiguous, got stride {tensor.stride(-1)}.")
 
 
 def take_tokens(layer: LayerState, table: StepTable, new: NewTokens, fmt: SummaryFormat) -> Launch:
@@ -134,7 +132,7 @@ def take_tokens(layer: LayerState, table: StepTable, new: NewTokens, fmt: Summar
 def score_blocks(
     queries: Tensor, summaries_: Tensor, among: Among, ranking: Ranking, averages: Tensor | None, scores_: Tensor
 ) -> tuple[Launch, Launch]:
-    """What goes between the two kernels is allocated here."""
+    """Return the two launches of `score_blocks`, and allocate the tensors between them."""
     (rows, candidates), (fmt, scale, tightness, decay, sinks, escape) = among, ranking
     _contiguous(summaries=summaries_, rows=rows, candidates=candidates)
     _flat(queries=queries)
@@ -195,7 +193,7 @@ def select_admissions(predicted: Tensor, among: Among, maps: Maps, mark: Mark, a
     n, heads, selected = predicted.shape
     most = admissions.blocks.shape[-1]
     if most > selected:
-        raise ValueError(f"Admissions of {most} blocks exceed the {selected} selected slots: make them no wider.")
+        raise ValueError(f"Admissions must be at most as wide as the {selected} selected slots, got {most}.")
     arguments = {
         "predicted": predicted,
         "candidates": candidates,

@@ -1,8 +1,8 @@
-"""The Triton implementations of the ops; importing this module puts them in the place of the references on CUDA.
+"""The Triton implementations of the ops; importing this module registers them for CUDA tensors.
 
-They decline, and the reference runs, where a head size is not a multiple of 16 or larger than 256. Host tensors that
-they are given must be pinned: the kernels reach them by address. Triton's launcher takes a pinned CPU tensor like a
-CUDA tensor, and refuses another. Under TRITON_INTERPRET=1 the same functions work on CPU tensors.
+They return NotImplemented, so that the reference runs, if the head size is no multiple of 16 or larger than 256. Host
+tensors must be pinned, because the kernels access them by address: Triton's launcher accepts a pinned CPU tensor like
+a CUDA tensor, and rejects other CPU tensors. Under TRITON_INTERPRET=1 the same functions work on CPU tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_oasis.ops.dispatch import DeviceOp
 
 
 def _launched(op: DeviceOp[..., None], make: Callable[..., Launch], *, of_heads: bool = True) -> Callable[..., None]:
-    """Register an op that is one launch with the arguments of its face; `of_heads`: the first one ends in D."""
+    """Register an op that is one launch with the op's arguments; `of_heads`: the first argument's last size is D."""
 
     def run(*arguments: Any) -> None:
         first = arguments[0].blocks if isinstance(arguments[0], LayerState) else arguments[0]

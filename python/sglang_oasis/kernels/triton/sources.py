@@ -1,4 +1,4 @@
-"""Loads the Triton kernels from their folder, in the checkout or where a wheel puts it, as the package oasis_triton."""
+"""Makes the Triton kernels, from the checkout or from a wheel's data files, importable as the package oasis_triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "oasis_triton"
 
 
 def source_folder() -> Path:
-    """The Triton sources."""
+    """Return the folder of the Triton sources."""
     return compiled.source_folder("triton")
 
 

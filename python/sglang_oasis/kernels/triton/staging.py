@@ -1,6 +1,6 @@
-"""The Triton implementations of the staging ops; importing this module makes them the ones that CUDA tensors use.
+"""The Triton implementations of the staging ops; importing this module registers them for CUDA tensors.
 
-Host tensors must be pinned, see `kernels/triton/overrides.py`. A launch is data, as in `kernels/triton/launches.py`.
+Host tensors must be pinned, as `kernels/triton/overrides.py` explains. `launches.py` explains what a launch is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oasis_triton import staging as kernels  # isort: skip  (launches makes it i
 LINK_PROGRAMS = 64
 """Programs that copy over the host link: with a chunk of 8 KiB each, four times what PCIe 5 has in flight in 2 us."""
 COPY_TILE = 1024
-"""64-bit words that a program copies at once."""
+"""64-bit words that a program copies in one operation."""
 FORGET_TILE = 256
 """Tokens that a program looks up."""
 
@@ -63,8 +63,8 @@ def write_back_launch(staging: Tensor, host_kv: Tensor, runs: TokenRuns) -> Laun
 def store_tokens_launch(pages: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Launch:
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError(
-            f"The last dimensions of keys and values have strides {keys.stride(-1)} and {values.stride(-1)}: pass "
-            f"tensors where they are contiguous."
+            f"The last dimensions of keys and values must be contiguous, got strides {keys.stride(-1)} and "
+            f"{values.stride(-1)}."
         )
     _, heads, _, block_size, head_dim = pages.shape
     arguments: dict[str, Any] = {
@@ -125,14 +125,14 @@ def forget_pages(tags: Tensor, indices: Tensor, block_size: int) -> None:
 
 
 def _words(pages: Tensor) -> Tensor:
-    """Pages as 64-bit words: what is copied is never looked at, whatever its type."""
+    """Return pages as 64-bit words: copying does not depend on the element type."""
     if not pages.is_contiguous():
-        raise ValueError(f"Pages have strides {pages.stride()}: pass a contiguous tensor.")
+        raise ValueError(f"Pages must be contiguous, got strides {pages.stride()}.")
     return pages.view(torch.int64)
 
 
 def _chunk(pages: Tensor) -> tuple[int, int, int]:
-    """(KV heads, words of K and V of one (page, head), words at once)."""
+    """Return (KV heads, words of K and V of one (page, head), words that a program copies in one operation)."""
     heads = pages.shape[1]
     words = pages[0, 0].nbytes // torch.int64.itemsize
     return heads, words, min(COPY_TILE, power_of_two(words))

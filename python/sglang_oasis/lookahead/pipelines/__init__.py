@@ -1,1 +1,1 @@
-"""Predict, select and transfer, beside the forward pass."""
+"""Pipelines that predict, select and transfer blocks beside the forward pass."""

@@ -1,6 +1,6 @@
-"""What the host engine asks of a background pipeline, which predicts, selects and transfers what comes next.
+"""The interface of the host engine's background pipelines, which predict, select and transfer the next step's blocks.
 
-One task per layer at a time. A layer waits for its own task; where one thread does them all, for those before it, too.
+A layer has at most one task at a time and waits for that task; if one thread runs all tasks, also for earlier ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ STAGES = ("predict", "select", "transfer")
 
 
 class PredictionStep(NamedTuple):
-    """The rows of a decode step that do not fit the budget; m of the batch's n.
+    """The rows of a decode step that exceed the budget: m of the n rows of the batch.
 
     Attributes:
-        number: larger than that of all tasks before, in every row.
-        entries: [m] int64, places in the batch.
+        number: larger than the number of every earlier task, in every row.
+        entries: [m] int64, positions in the batch.
         rows: [m] int64.
         candidates: [m] int64, blocks [0, candidates) may be selected.
         pages: [n, blocks] int32 on the host, host page of each logical block.
@@ -32,13 +32,13 @@ class PredictionStep(NamedTuple):
 
 
 class PipelineStatistics(NamedTuple):
-    """Sums since start-up.
+    """Sums over all tasks since start-up.
 
     Attributes:
         fetched: blocks loaded.
-        deferred: blocks that were among the best, not resident, and over the cap.
+        deferred: blocks that were among the best and not resident, but exceeded the cap.
         stalls: waits that found a task unfinished.
-        stall_seconds: time they took.
+        stall_seconds: time of these waits.
         seconds: time in each stage, over all threads.
     """
 
@@ -50,28 +50,28 @@ class PipelineStatistics(NamedTuple):
 
 
 class LookaheadPipeline(Protocol):
-    """What a pipeline does.
+    """Runs the tasks of the layers.
 
     Attributes:
-        threads: that transfer blocks at once.
+        threads: number of threads that transfer blocks concurrently.
     """
 
     threads: int
 
     def begin_step(self, step: PredictionStep) -> None:
-        """Tasks submitted from now on belong to `step`; earlier ones may still be under way."""
+        """Let tasks that are submitted from now on belong to `step`; earlier tasks may still be running."""
 
     def begin_urgent(self, step: PredictionStep) -> None:
-        """Tasks run from now on belong to `step`."""
+        """Let tasks that are run from now on belong to `step`."""
 
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
-        """Start a task with Q queries per row, [n, Q, H*G, D]; the layer's previous task was waited for."""
+        """Start a task with Q queries per row, [n, Q, H*G, D]; the layer's previous task must have been waited for."""
 
     def run(self, layer: int, query: Tensor, scale: float, cap: int) -> int:
-        """Do the same now, without smoothing; returns the number of blocks loaded."""
+        """Run a task in the caller's thread, without smoothing; returns the number of blocks loaded."""
 
     def wait(self, layer: int) -> None:
-        """Block until the layer's task is through; raises what the task raised."""
+        """Wait until the layer's task is finished; raises what the task raised."""
 
     def drain(self) -> None:
         """Wait for the tasks of all layers."""
@@ -79,4 +79,4 @@ class LookaheadPipeline(Protocol):
     def statistics(self) -> PipelineStatistics: ...
 
     def close(self) -> None:
-        """End the background threads; tasks under way are finished first."""
+        """End the background threads, after the running tasks are finished."""

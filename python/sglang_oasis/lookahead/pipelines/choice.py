@@ -1,4 +1,4 @@
-"""The fastest pipeline that the kernels and the selector allow."""
+"""Chooses the fastest pipeline that the kernels and the selector allow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 
 
 def make_pipeline(tier: ResidentTier, host: HostPool, selector: Selector, smoothing: float) -> LookaheadPipeline:
-    """The C++ kernels' where they serve the head size and the selector is a bound, else plain torch."""
+    """Return the C++ kernels' pipeline if they serve the head size and the selector is a bound, else plain torch's."""
     if isinstance(selector, BoundSelector) and overrides.serves(tier.layout.head_dim):
         return NativePipeline(tier, host, selector, smoothing)
     return TorchPipeline(tier, host, selector, smoothing)

@@ -1,15 +1,15 @@
 """The pipeline of a device: predicts and fetches on side streams, in a step whose every address and shape is fixed.
 
 A layer's task waits for the layer's attention and is waited for before the same layer of the next step. A captured
-graph cannot leave a stream running when it ends, so only the first half of the layers start their tasks in their own
-step; those of the second half start at the beginning of the next. Each task so has at least half a step's time, and
-the link is busy all along:
+graph must join all its streams before it ends, so only the first half of the layers start their tasks in the same step;
+those of the second half start at the beginning of the next step. So each task has at least half a step's time, and the
+link is busy all the time:
 
     step t      | tasks of layers L/2 .. L-1 of step t-1 | tasks of layers 0 .. L/2-1 of step t |
     attention   | layers 0 .. L/2-1                      | layers L/2 .. L-1                    |
 
-Eager steps keep the same order, so that there is one to prove. What must not be postponed, because the host is about
-to change what a postponed task reads, is run by `drain`.
+Eager steps keep the same order, so that only one order has to be verified. `drain` runs the postponed tasks early when
+the host is about to change what they read.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from sglang_oasis.ops.streams import Event, Streams
 from sglang_oasis.tier.resident_tier import ResidentTier
 
 PREDICT, TRANSFER = "predict", "transfer"
-"""The side streams. A transfer is bound by the link, the next layer's prediction need not wait for it."""
+"""The side streams; two, so that the next layer's prediction need not wait for a transfer, which the link limits."""
 
 
 class Batch(NamedTuple):
     """The shape of a step; a graph is captured for each.
 
     Attributes:
-        rows: n, entries, padding included.
-        queries: Q, queries with which each looks ahead.
+        rows: n, number of entries, padding included.
+        queries: Q, lookahead queries per entry.
     """
 
     rows: int
@@ -54,20 +54,20 @@ class Batch(NamedTuple):
 
 
 class DevicePipeline:
-    """Runs a step's tasks.
+    """Runs the tasks of a step on side streams.
 
     Args:
         tier: the resident tier, on the device.
-        states: of its layers.
+        states: states of its layers.
         ranking: how blocks are ranked.
         cap: most blocks fetched ahead per KV head, layer and step.
-        tables: the steps' tables.
-        queries: buffer of the queries with which each sparse layer looks ahead, [rows, Q, H*G, D].
+        tables: tables of the current and the previous step.
+        queries: buffer of each sparse layer's lookahead queries, [rows, Q, H*G, D].
         streams: the device's streams.
 
     Attributes:
-        counters: [2, 2] int64 on the device; blocks fetched and blocks over the cap, first of urgent tasks, then of
-            predictions.
+        counters: [2, 2] int64 on the device; blocks fetched and blocks over the cap, in row 0 by urgent tasks, in row 1
+            by predictions.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class DevicePipeline:
         self._arrivals: dict[int, Event] = {}
 
     def begin_step(self, batch: Batch) -> None:
-        """Start the tasks that the step before left over; `batch` must be its batch, too, unless nothing is left."""
+        """Start the tasks that the previous step postponed; unless there are none, `batch` must be its batch, too."""
         for layer in sorted(self._postponed):
             self._start(layer, batch, self._tables.previous)
 
     def wait(self, layer: int) -> None:
-        """Let the current stream wait for the layer's task, no other layer's."""
+        """Let the current stream wait for the task of this layer only."""
         if (arrival := self._arrivals.pop(layer, None)) is not None:
             self._streams.wait(arrival)
 
     def fetch_now(self, layer: int, table: StepTable, queries: Tensor) -> None:
-        """Fetch what the true queries [n, Q, H*G, D] select, in the current stream."""
+        """Fetch the blocks that the true queries [n, Q, H*G, D] select, in the current stream."""
         admissions = _first_entries_of(self._urgent, len(table.rows))
         admitting = Admitting(self._no_cap, admissions, self.counters[URGENT])
         self._predict(layer, table, table.urgent, queries, URGENT, admitting)
         self._fetch(layer, table, URGENT, admissions)
 
     def submit(self, layer: int, batch: Batch, queries: Tensor) -> None:
-        """Look ahead with queries [n, Q, H*G, D]; called after the layer's attention."""
+        """Start or postpone a task with lookahead queries [n, Q, H*G, D]; called after the layer's attention."""
         self._queries[layer][: batch.rows, : batch.queries].copy_(queries)
         if layer not in self._postponed:
             self._start(layer, batch, self._tables.current)
@@ -123,13 +123,13 @@ class DevicePipeline:
             self.wait(layer)
 
     def drain(self, batch: Batch) -> None:
-        """Do now what the step at hand, of `batch`, has left over for the next."""
+        """Run the tasks that the current step, of `batch`, has postponed to the next one."""
         for layer in sorted(self._postponed):
             self._start(layer, batch, self._tables.current)
         self.end_step()
 
     def statistics(self) -> PipelineStatistics:
-        """Waits for the device. What a graph's streams wait for is not measured."""
+        """Return the sums since start-up; waits for the device. The waits of streams in a graph are not measured."""
         (urgent, _), (ahead, deferred) = self.counters.tolist()
         return PipelineStatistics(urgent + ahead, deferred, 0, 0.0, {})
 
@@ -152,7 +152,7 @@ class DevicePipeline:
         self, layer: int, table: StepTable, candidates: Tensor, queries: Tensor, offset: int, admitting: Admitting
     ) -> None:
         state = self._states[layer]
-        if offset == URGENT:  # what is fetched now is for this step alone
+        if offset == URGENT:  # urgent fetches serve this step only
             state = state._replace(averages=None)
         mark, among = Mark(table.number, offset), Among(table.rows, candidates)
         predict_admissions(queries, state, among, self._ranking, mark, admitting)

@@ -1,4 +1,4 @@
-"""The pipeline in native threads of the C++ kernels, without Python."""
+"""The pipeline of the C++ kernels, which runs in native threads without Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 
 
 class NativePipeline:
-    """Runs in native threads, without Python.
+    """Runs tasks in native threads, without Python.
 
     Args:
         tier, host: the tiers.
@@ -28,7 +28,7 @@ class NativePipeline:
         layout = tier.layout
         self._kernels = native.kernels()
         self._num_layers = layout.num_layers
-        self._memory = tier, host  # the threads hold pointers into it
+        self._memory = tier, host  # the threads hold pointers to it
         bits = layout.summary_format.bits
         self.threads = max(1, torch.get_num_threads() // 4)
         self._handle = self._kernels.pipeline_create(

@@ -20,7 +20,7 @@ from sglang_oasis.tier.resident_tier import ResidentTier
 
 
 class TorchPipeline:
-    """Runs one task after the other, in one thread that leaves the cores to the forward pass.
+    """Runs one task after another, in one thread that leaves the cores to the forward pass.
 
     Args:
         tier, host: the tiers.
@@ -50,7 +50,7 @@ class TorchPipeline:
 
     def submit(self, layer: int, query: Tensor, scale: float, cap: int) -> None:
         if self._pending[layer] is not None:
-            raise RuntimeError(f"the lookahead task of layer {layer} was not waited for before the next one")
+            raise RuntimeError(f"The lookahead task of layer {layer} was not waited for: call wait({layer}) first.")
         step = self._step
         assert step is not None
         self._pending[layer] = self._thread.submit(
@@ -88,7 +88,7 @@ class TorchPipeline:
         self._thread.shutdown()
 
     def _work(self, layer: int, step: PredictionStep, query: Tensor, scale: float, cap: int, *, smoothed: bool) -> int:
-        """Pass through the stages; returns the number of blocks loaded."""
+        """Run the stages of a task; returns the number of blocks loaded."""
         resident, layout = self._tier.layers[layer], self._tier.layout
         with self._timed("predict"):
             records = resident.summaries[step.rows, :, : int(step.candidates.max())]
@@ -117,6 +117,6 @@ class TorchPipeline:
 
 
 def _one_torch_thread() -> None:
-    # The forward pass owns the cores. Threads that exist already keep their number; torch gives this one to threads
-    # that are started later, too.
+    # The forward pass owns the cores. Existing threads keep their setting; torch also applies this one to threads that
+    # start later.
     torch.set_num_threads(1)

@@ -13,14 +13,14 @@ from sglang_oasis.registry import Registry
 class Selector(Protocol):
     """Scores blocks for queries.
 
-    Any function that does so serves on a CPU. The kernels, and with them the device path, compute the scores of a
-    `BoundSelector`, whatever its tightness.
+    Any such function works on a CPU. The kernels, and with them the device path, support only a `BoundSelector`, with
+    any tightness.
     """
 
     def __call__(
         self, queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float
     ) -> Tensor:
-        """Rank blocks.
+        """Return a score for each block.
 
         Args:
             queries: [n, Q, H*G, D], Q queries per row.
@@ -47,7 +47,7 @@ def rank_blocks(
     scale: float,
     sink_blocks: int,
 ) -> Tensor:
-    """The selector's scores [n, H, N], with infinity for the first `sink_blocks`, which are always selected."""
+    """Return the selector's scores [n, H, N], with infinity for the first `sink_blocks`, which are always selected."""
     scores = selector(queries, records, fmt, candidates, scale)
     scores[..., :sink_blocks] = float("inf")
     return scores

@@ -1,4 +1,4 @@
-"""Selectors by a bound on what a block's keys can score: the C++, Triton and CUDA kernels compute them."""
+"""Selectors that use a bound on the scores of a block's keys; the C++, Triton and CUDA kernels compute them."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class BoundSelector:
 
 
 SELECTORS.register("minmax")(BoundSelector(tightness=1.0))
-# Of the tightnesses in docs/selectors.md, the one that is nearly best at every budget, block size and summary dtype.
+# docs/selectors.md: this tightness is nearly the best at every budget, block size and summary dtype.
 SELECTORS.register("midrange")(BoundSelector(tightness=0.6))

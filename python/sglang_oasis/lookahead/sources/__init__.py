@@ -1,4 +1,4 @@
-"""Which queries look ahead; a source is one file here, or an entry point of another package."""
+"""Which queries look ahead; a source is a file in this folder, or an entry point of another package."""
 
 from sglang_oasis.lookahead.sources.base import SOURCES, Source
 from sglang_oasis.lookahead.sources.drafts import drafts

@@ -10,16 +10,16 @@ from sglang_oasis.registry import Registry
 
 
 class Source(Protocol):
-    """Picks the queries that look ahead; on a device it is part of a captured graph, and its shape must be fixed."""
+    """Picks the queries that look ahead; on a device it runs in a captured graph, so its shapes must be fixed."""
 
     def __call__(self, queries: Tensor) -> Tensor:
-        """Pick.
+        """Return the lookahead queries of each row.
 
         Args:
-            queries: [n, m, H*G, D] of a layer, m tokens per row: the newest committed one, and drafts behind it.
+            queries: [n, m, H*G, D] of a layer, m tokens per row: the newest committed one, then drafts.
 
         Returns:
-            [n, Q, H*G, D], at least one and at most m of them; their scores are averaged.
+            [n, Q, H*G, D], 1 to m of the queries of each row; their scores are averaged.
         """
         ...
 

@@ -11,5 +11,5 @@ from sglang_oasis.lookahead.sources.base import SOURCES
 @SOURCES.register(DRAFT)
 @SOURCES.register(DUAL)
 def drafts(queries: Tensor) -> Tensor:
-    """All but the first of the m; the first where a step has no drafts."""
+    """Return all queries but the first of each row; the first one if the step has no drafts."""
     return queries[:, 1:] if queries.shape[1] > 1 else queries

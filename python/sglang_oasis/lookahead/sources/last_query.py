@@ -1,4 +1,4 @@
-"""The query of the newest committed token (InfiniGen, FreeKV): what is known without a guess."""
+"""The query of the newest committed token (InfiniGen, FreeKV), which needs no guess."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from sglang_oasis.lookahead.sources.base import SOURCES
 
 @SOURCES.register(LAST_QUERY)
 def last_query(queries: Tensor) -> Tensor:
-    """The first of the m."""
+    """Return the first query of each row."""
     return queries[:, :1]

@@ -1,7 +1,7 @@
-"""Serves with the stock wheel on any x86-64 or arm64 CPU, without CUDA, AMX or a compiled CPU kernel package.
+"""The platform with which SGLang's stock wheel serves on any x86-64 or arm64 CPU, without its compiled CPU kernels.
 
-Read from sglang 0.5.23: `platforms/interface.py` (SRTPlatform), `platforms/cpu.py` (CpuDeviceMixin). As an out-of-tree
-platform with default capabilities SGLang takes its torch-native allocator, writers and samplers. Remove this when the
+Read from sglang 0.5.23: `platforms/interface.py` (SRTPlatform), `platforms/cpu.py` (CpuDeviceMixin). For an out-of-tree
+platform with default capabilities, SGLang uses its torch-native allocator, writers and samplers. Remove this when the
 in-tree CPU platform runs without its kernel package.
 """
 
@@ -23,7 +23,7 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
     drafted_algorithms: tuple[str, ...] = ()
-    """Speculative algorithms with a draft model whose ops are in place; `seams/speculation.py` adds to them."""
+    """Speculative algorithms with a draft model whose ops are installed; `seams/speculation.py` adds to them."""
 
     def get_device(self, device_id: int = 0) -> str:
         # A string as in DeviceMixin: SGLang splits it at ":" when --device is not given.
@@ -36,7 +36,7 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def get_torch_profiler_activity_str(self) -> str:
-        # What a profile request calls this device in its `activities`.
+        # The name of this device in the `activities` of a profile request.
         return "CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
@@ -53,6 +53,6 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.utils.common import cpu_has_amx_support  # imports the platform, so not at module level
 
-        # SGLang fills in intel_amx on x86-64, which needs AMX and its CPU kernel package.
+        # SGLang's default on x86-64 is intel_amx, which needs AMX and SGLang's CPU kernel package.
         if server_args.attention_backend in (None, "intel_amx") and not cpu_has_amx_support():
             server_args.attention_backend = ATTENTION_BACKEND

@@ -8,7 +8,7 @@ import torch
 
 
 def cpu_platform_wanted() -> bool:
-    """True on a machine with no accelerator, unless SGLang's own CPU engine was asked for."""
+    """Whether the machine has no accelerator and SGLang's own CPU engine was not asked for."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return False
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():

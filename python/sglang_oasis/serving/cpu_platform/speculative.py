@@ -1,8 +1,8 @@
 """Plain-torch stand-ins for the Triton and CUDA ops of SGLang's speculative decoding, for chains of draft tokens.
 
 Read from sglang 0.5.23: `kernels/ops/speculative/` (cache_locs, spec_tree, eagle, gather_spec_extras,
-reconstruct_tree), `mem_cache/allocation.assign_req_to_token_pool`. Names of arguments are SGLang's, which calls some by
-keyword. `test/unit/serving/test_speculative_ops.py` compares them with the Triton kernels.
+reconstruct_tree), `mem_cache/allocation.assign_req_to_token_pool`. The arguments have SGLang's names, because SGLang
+passes some by keyword. `test/unit/serving/test_speculative_ops.py` compares the results with the Triton kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def extend_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> Tensor:
-    """KV indices of tokens [start, end) of each row, one row after the other: [sum(end - start)] int64."""
+    """Return the KV indices of tokens [start, end) of each row, one row after another: [sum(end - start)] int64."""
     rows, columns = _ranges(req_pool_indices, start_offset, end_offset)
     return req_to_token[rows, columns].long()
 
@@ -39,7 +39,7 @@ def assign_req_to_token_pool(
     out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:
-    """Write KV indices to tokens [start, end) of each row."""
+    """Write the KV indices of tokens [start, end) of each row into SGLang's table."""
     rows, columns = _ranges(req_pool_indices, start_offset, end_offset)
     req_to_token[rows, columns] = out_cache_loc[: len(rows)].to(req_to_token.dtype)
 
@@ -54,15 +54,15 @@ def assign_draft_cache_locs_contiguous(
     positions: Tensor | None = None,
     mrope: Tensor | None = None,
 ) -> None:
-    """KV indices of the topk * num_cols tokens behind each sequence, into out_cache_loc."""
+    """Write the KV indices of the topk * num_cols tokens after each sequence into out_cache_loc."""
     assert positions is None, "SGLang asks for positions on CUDA only"
-    assert mrope is None, "and so for these"
+    assert mrope is None, "SGLang asks for mrope positions on CUDA only"
     columns = seq_lens.long().unsqueeze(1) + torch.arange(topk * num_cols)
     out_cache_loc.copy_(req_to_token[req_pool_indices.long().unsqueeze(1), columns].flatten())
 
 
 def fill_front_out_cache_loc(num_front: Tensor, out_cache_loc: Tensor, front_out_cache_loc: Tensor) -> None:
-    """Pack the first num_front[i] of row i of out_cache_loc [n * m], one row after the other."""
+    """Copy the first num_front[i] entries of each row i of out_cache_loc [n * m], one row after another."""
     window = out_cache_loc.view(len(num_front), -1)
     packed = window[torch.arange(window.shape[1]) < num_front.unsqueeze(1)]
     front_out_cache_loc[: len(packed)] = packed.to(front_out_cache_loc.dtype)
@@ -71,7 +71,7 @@ def fill_front_out_cache_loc(num_front: Tensor, out_cache_loc: Tensor, front_out
 def fill_accept_out_cache_loc(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor, size: int
 ) -> None:
-    """Pack out_cache_loc at the accepted places; accept_index is -1 where nothing was accepted."""
+    """Copy the accepted entries of out_cache_loc, without gaps; accept_index is -1 where nothing was accepted."""
     accepted = accept_index.flatten()[:size]
     accepted = accepted[accepted >= 0].long()
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
@@ -80,7 +80,7 @@ def fill_accept_out_cache_loc(
 def fill_bonus_tokens(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, batch_size: int
 ) -> None:
-    """The last accepted token of each row of accept_tokens [n, accept_stride]."""
+    """Write the last accepted token of each row of accept_tokens [n, accept_stride]."""
     last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
@@ -92,7 +92,7 @@ def gather_spec_extras(
     output_tokens_buf: Tensor,
     hidden_states_buf: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Rows `indices` of what the overlap scheduler keeps per request."""
+    """Copy rows `indices` of the tensors that the overlap scheduler keeps per request."""
     at = indices.long()
     hidden_states = None if hidden_states_buf is None else hidden_states_buf[at]
     return topk_p_buf[at], topk_index_buf[at], output_tokens_buf[at], hidden_states
@@ -112,7 +112,7 @@ def build_tree(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> None:
-    """The links, positions and masks of n chains of m tokens; `retrieve_*` [n, m] come filled with -1.
+    """Compute the links, positions and masks of n chains of m tokens; `retrieve_*` [n, m] are filled with -1 before.
 
     Raises:
         NotImplementedError: the drafts branch.
@@ -145,10 +145,10 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """The links and positions of n trees of m tokens, given which token is an ancestor of which.
+    """Compute the links and positions of n trees of m tokens from a mask of ancestors.
 
     Args:
-        tree_mask: [n * m * m] bool, entry (i, j) says that token j is an ancestor of token i, or is i.
+        tree_mask: [n * m * m] bool, whether token j is an ancestor of token i, or i itself, at (i, j) of each tree.
         verified_seq_len: [n], tokens before the tree.
         positions: [n * m] int64, written.
         retrieve_index, retrieve_next_token, retrieve_next_sibling: [n, m] int64, written.
@@ -177,16 +177,16 @@ def verify_tree_greedy(
     target_predict: Tensor,
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept the longest path whose tokens are what the target predicts.
+    """Accept the longest path whose tokens are those that the target predicts.
 
     Args:
-        predicts: [n * m] int32, written at the accepted places: what the target predicts there.
-        accept_index: [n, depth] int32, written: accepted places in n * m, -1 behind the last.
-        accept_token_num: [n] int32, written: accepted drafts, without the root.
+        predicts: [n * m] int32, output: the target's predictions, at the accepted places only.
+        accept_index: [n, depth] int32, output: accepted places in n * m, -1 after the last.
+        accept_token_num: [n] int32, output: number of accepted drafts, without the root.
         candidates: [n, m], the root and the drafts.
         retrieve_index, retrieve_next_token, retrieve_next_sibling: [n, m], links; -1 where there is none.
         target_predict: [n, m].
-        topk: not needed.
+        topk: not used.
     """
     batch, m = candidates.shape
     rows = torch.arange(batch)
@@ -205,19 +205,19 @@ def verify_tree_greedy(
         last = torch.where(node >= 0, node, last)
         accepted[on] += 1
         accept_index[on, accepted[on]] = retrieve_index[on, last[on]].to(accept_index.dtype)
-        # A row that stopped stays stopped: its next token would match only if it had matched now.
+        # A row that has stopped does not continue: its next token can match only if this one has matched.
     predicts[retrieve_index[rows, last]] = target[rows, last].to(predicts.dtype)
     accept_token_num.copy_(accepted)
     return predicts, accept_index, accept_token_num
 
 
 def _ranges(rows: Tensor, starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """(row, column) of every column in [starts[i], ends[i]) of rows[i], int64."""
+    """Return (row, column), int64, of every column in [starts[i], ends[i]) of rows[i]."""
     counts = (ends - starts).long()
     columns = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts - starts.long()).repeat_interleave(counts)
     return rows.long().repeat_interleave(counts), columns
 
 
 def _first(choice: Tensor) -> Tensor:
-    """[n, m, m] bool -> [n, m] int64, the first true column of each row or -1."""
+    """Return the first true column of each row, or -1: [n, m, m] bool -> [n, m] int64."""
     return torch.where(choice.any(-1), choice.int().argmax(-1), -1)

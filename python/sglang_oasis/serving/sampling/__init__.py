@@ -1,1 +1,1 @@
-"""What a request asks of its tokens: penalties, seeds, verification of drafts by sampling."""
+"""Sampling parameters of a request: penalties, seeds, verification of drafts by sampling."""

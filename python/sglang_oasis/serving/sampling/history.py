@@ -1,4 +1,4 @@
-"""The tokens behind which a request samples, also while SGLang has not yet processed them.
+"""The output tokens of a request when its next token is sampled, including those SGLang has not yet processed.
 
 SGLang prepares a step, with overlap, before it has processed the result of the one before; penalties and custom logit
 processors that look at `Req.output_ids` then miss the newest tokens, and with speculation a number of them that depends
@@ -16,18 +16,18 @@ from collections.abc import Iterable
 from typing import Any
 
 REQUEST = "__req__"
-"""Where a custom logit processor finds its request, in its custom parameters."""
+"""The key under which a custom logit processor finds its request in its custom parameters."""
 
 
 def output_tokens(batch: Any, unprocessed: Iterable[tuple[Any, Any]]) -> list[array[int]]:
-    """Output tokens of each request of a batch that is about to run.
+    """Return the output tokens of each request of a batch that is about to run.
 
     Args:
         batch: a ScheduleBatch.
-        unprocessed: (ScheduleBatch, GenerationBatchResult) of steps whose tokens are not in `output_ids` yet.
+        unprocessed: (ScheduleBatch, GenerationBatchResult) of each step whose tokens are not in `output_ids` yet.
     """
     known = {id(request): request.output_ids for request in batch.reqs}
-    if not batch.forward_mode.is_extend():  # a chunk of a prompt before this one gave no token
+    if not batch.forward_mode.is_extend():  # an earlier chunk of the prompt has given no token
         for before, result in unprocessed:
             for request, tokens in zip(before.reqs, _tokens_of(before, result), strict=True):
                 if id(request) in known:
@@ -36,7 +36,7 @@ def output_tokens(batch: Any, unprocessed: Iterable[tuple[Any, Any]]) -> list[ar
 
 
 def _tokens_of(batch: Any, result: Any) -> list[list[int]]:
-    """The tokens that a step gave each of its requests."""
+    """Return the tokens that a step gave each of its requests."""
     if result.copy_done is not None:
         result.copy_done.synchronize()
     tokens = result.next_token_ids.tolist()
@@ -48,7 +48,7 @@ def _tokens_of(batch: Any, result: Any) -> list[list[int]]:
 
 
 class RequestThen:
-    """A request as it is when a token is sampled: all of it is the request's but `output_ids`."""
+    """A request as it is when a token is sampled: all attributes except `output_ids` are those of the request."""
 
     def __init__(self, request: Any, output_ids: array[int]) -> None:
         self._request = request

@@ -1,8 +1,8 @@
-"""Penalties that count what a request has said, each token once.
+"""Penalties that count each output token of a request exactly once.
 
-SGLang feeds its penalizers one token per step: with overlap the one before the newest (first of all the prompt's
-last), with speculation the last one that was accepted, and after a retraction none of those before it. Here their state
-follows from the tokens.
+SGLang gives its penalizers one token per step: with overlap the token before the newest (at first the last token of the
+prompt), with speculation the last accepted token, and after a retraction no token from before it. Here their state is
+computed from all output tokens.
 
 Read from sglang 0.5.23: `sampling/penaltylib/` (the four penalizers' attributes), `penaltylib/orchestrator.py`.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def recount(orchestrator: Any, histories: list[array[int]]) -> None:
-    """Set the state of a batch's penalizers.
+    """Set the state of a batch's penalizers from the output tokens.
 
     Args:
         orchestrator: a BatchedPenalizerOrchestrator.
@@ -32,7 +32,7 @@ def recount(orchestrator: Any, histories: list[array[int]]) -> None:
 
 
 def penalise(orchestrator: Any, logits: Tensor) -> None:
-    """Apply a batch's penalties in place, in SGLang's order: what is added, then what is multiplied.
+    """Apply a batch's penalties in place, in SGLang's order: first additive, then multiplicative ones.
 
     Args:
         orchestrator: a BatchedPenalizerOrchestrator.
@@ -45,12 +45,12 @@ def penalise(orchestrator: Any, logits: Tensor) -> None:
 
 
 def scale(logits: Tensor, scaling_penalties: Tensor) -> None:
-    """SGLang's `apply_scaling_penalties` without torch.compile, which needs a C++ compiler at the first request."""
+    """Do the same as SGLang's `apply_scaling_penalties`, without torch.compile, which needs a C++ compiler."""
     logits.copy_(torch.where(logits < 0, logits * scaling_penalties, logits / scaling_penalties))
 
 
 def _counts(histories: list[array[int]], vocabulary: int, device: Any) -> Tensor:
-    """[n, V] int32, made on the device: only the tokens go there."""
+    """Return how often each token occurs, [n, V] int32, made on the device, so that only the tokens are copied."""
     ids = [np.array(tokens, np.int64) for tokens in histories]
     places = np.concatenate([row * vocabulary + tokens[tokens < vocabulary] for row, tokens in enumerate(ids)])
     where = torch.from_numpy(places).to(device)

@@ -1,9 +1,9 @@
-"""Sampling with a seed: a token depends on the request's seed and the token's position, whatever runs beside it.
+"""Sampling with a seed: a token depends on the request's seed and the token's position, not on other requests.
 
-SGLang knows seeds in its deterministic mode only, and there without min_p.
+SGLang supports seeds only in its deterministic mode, and there without min_p.
 
 Read from sglang 0.5.23: `sampling/sampling_batch_info.SamplingBatchInfo` (its filters, one row per request),
-`layers/sampler.top_k_top_p_min_p_sampling_from_probs_torch` (in which order they apply).
+`layers/sampler.top_k_top_p_min_p_sampling_from_probs_torch` (the order in which filters apply).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ANY_SEED = 2**62
 
 
 def seeds_of(requests: list[Any], device: Any, others: torch.Generator) -> Tensor | None:
-    """[n] int64; a seed from `others` for a request without one, None when no request has one."""
+    """Return seeds, [n] int64, drawn from `others` for requests without one; None if no request has a seed."""
     given = [request.sampling_params.sampling_seed for request in requests]
     if all(seed is None for seed in given):
         return None
@@ -34,7 +34,7 @@ def draw(probs: Tensor, info: Any, positions: Tensor) -> Tensor:
     Args:
         probs: [T, V].
         info: a SamplingBatchInfo of T rows, with seeds.
-        positions: [T], of the tokens that were fed.
+        positions: [T], positions of the input tokens.
 
     Returns:
         [T] int32.
@@ -48,7 +48,7 @@ def draw(probs: Tensor, info: Any, positions: Tensor) -> Tensor:
         | (ordered < ordered[:, :1] * info.min_ps.unsqueeze(1))
     )
     waiting = torch.stack([_waiting_times(probs[0], *key) for key in _keys(info.sampling_seed, positions)])
-    # Of exponential waiting times with these rates the shortest is p's with probability p.
+    # Exponential waiting times with rates p: each token has the shortest one with probability p.
     rates = ordered.masked_fill(dropped, 0.0) / waiting.gather(1, index)
     return index.gather(1, rates.argmax(-1, keepdim=True)).squeeze(1).int()
 
@@ -58,7 +58,7 @@ def _keys(seeds: Tensor, positions: Tensor) -> list[tuple[int, int]]:
 
 
 def _waiting_times(like: Tensor, seed: int, position: int) -> Tensor:
-    """[V], positive."""
+    """Return positive waiting times, [V], that depend on the seed and the position only."""
     generator = torch.Generator(like.device).manual_seed(hash((seed, position)))
     times = torch.empty_like(like, dtype=torch.float32).exponential_(generator=generator)
     return times.clamp_(min=torch.finfo(torch.float32).tiny)

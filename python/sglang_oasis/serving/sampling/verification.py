@@ -1,9 +1,9 @@
-"""Drafts are verified by sampling: behind each token of a chain the token that the request would have got without
-speculation. Drafts are accepted as far as they are what was sampled.
+"""Verifies drafts by sampling: after each token of a chain, samples the token that the request would have got without
+speculation. Drafts are accepted as long as they equal the sampled tokens.
 
-For drafts that are certain this is speculative sampling: a draft of probability p is what was sampled with probability
-p, and otherwise what was sampled is distributed as the rest. SGLang's own verification leaves out min_p, custom logit
-processors and the drafts' part in penalties, and combines top_k and top_p otherwise than its sampler.
+For deterministic drafts this is speculative sampling: a draft of probability p equals the sampled token with
+probability p, and otherwise the token has the remaining distribution. SGLang's own verification ignores min_p, custom
+logit processors and the effect of drafts on penalties, and combines top_k and top_p in another way than its sampler.
 
 Read from sglang 0.5.23: `speculative/eagle_utils.eagle_sample` (greedy where the batch is), `layers/sampler.Sampler`,
 `sampling/sampling_batch_info.SamplingBatchInfo`, `model_executor/model_runner._preprocess_logits` (the order).
@@ -28,11 +28,11 @@ Verdict = tuple[Tensor, Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class LooksBack:
-    """What a running batch's sampling depends on beside its logits.
+    """What a running batch's sampling depends on besides its logits.
 
     Attributes:
-        requests: of the batch.
-        histories: output tokens of each.
+        requests: requests of the batch.
+        histories: output tokens of each request.
         penalties: the BatchedPenalizerOrchestrator, or None where no request has penalties.
         processes: whether a request has a custom logit processor.
     """
@@ -43,7 +43,7 @@ class LooksBack:
     processes: bool
 
     def behind(self, drafts: list[list[int]], count: int) -> list[array[int]]:
-        """The histories after the first `count` drafts of each request."""
+        """Return the histories extended by the first `count` drafts of each request."""
         return [tokens + array("q", chain[:count]) for tokens, chain in zip(self.histories, drafts, strict=True)]
 
 
@@ -56,13 +56,13 @@ def verify(
     grammar_mask: Any = None,
     **kwargs: Any,
 ) -> Verdict:
-    """Stands around SGLang's `eagle_sample`, for chains.
+    """Verify chains: prepares the logits, and calls SGLang's `eagle_sample` with the sampled tokens.
 
     Args:
-        eagle_sample: SGLang's.
-        looks_back: of the batch, where something depends on it.
-        verify_input, batch, logits_output, grammar_mask, kwargs: `eagle_sample`'s; the logits [n * m, V] become those
-            that were sampled from, temperature and filters aside.
+        eagle_sample: SGLang's function.
+        looks_back: the batch's history, None if sampling does not depend on it.
+        verify_input, batch, logits_output, grammar_mask, kwargs: arguments of `eagle_sample`; the logits [n * m, V]
+            are replaced by those that were sampled from, before temperature and filters.
     """
     if batch.forward_mode.is_idle():
         return eagle_sample(verify_input, batch, logits_output, grammar_mask, **kwargs)
@@ -81,7 +81,7 @@ def verify(
 
 
 def _transform(logits: Tensor, looks_back: LooksBack | None, verify_input: Any, info: Any, grammar_mask: Any) -> None:
-    """Everything that comes between the model's logits [n * m, V] and sampling, in place and in the sampler's order."""
+    """Change the model's logits [n * m, V] in place as SGLang does before sampling, in the sampler's order."""
     from sglang.srt.layers.sampler import apply_custom_logit_processor
 
     m = verify_input.draft_token_num
@@ -98,7 +98,7 @@ def _transform(logits: Tensor, looks_back: LooksBack | None, verify_input: Any, 
     if info.logit_bias is not None:
         chains.add_(info.logit_bias.unsqueeze(1))
     if looks_back is not None and looks_back.processes:
-        # One place after the other: a processor is called as without speculation, with one row per request.
+        # One position after another, so that a processor is called as without speculation, with one row per request.
         for place, histories in enumerate(behind):
             show(looks_back.requests, histories)
             rows = chains[:, place].contiguous()
@@ -107,7 +107,7 @@ def _transform(logits: Tensor, looks_back: LooksBack | None, verify_input: Any, 
 
 
 def _sample(logits: Tensor, verify_input: Any, info: Any) -> Tensor:
-    """[n * m], a token for each row of logits."""
+    """Sample a token for each row of logits: [n * m]."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.runtime_context import get_parallel
 
@@ -133,7 +133,7 @@ def _sample(logits: Tensor, verify_input: Any, info: Any) -> Tensor:
 
 
 def _only(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Logits [T, V] whose largest is that of each row's token."""
+    """Return logits [T, V] in which each row's token has the largest one."""
     return torch.full_like(logits, -torch.inf).scatter_(1, tokens.long().unsqueeze(1), 0.0)
 
 

@@ -1,12 +1,12 @@
-"""Dual-token lookahead (DualDecoder, section 5.2): the model looks one token ahead of what it emits, without a drafter.
+"""Dual-token lookahead (DualDecoder, section 5.2): the model looks one token ahead of its output, without a drafter.
 
 Each step runs two tokens of a request in one forward pass: the newest token, whose logits give the next output, and the
-token that the model believes will follow it, which attends as the next step will and whose logits say what comes after.
-A belief that was right makes the next one the next output, seen one step early. The first belief is the first token
-again, not the real second token as in the paper: that would take a second pass at the same length.
+token that the model guesses will follow it. The guess attends as the next step will; its logits give the next guess. If
+a guess was right, the next guess is the next output, seen one step early. The first guess is the first token again, not
+the real second token as in the paper, because that would need a second pass at the same length.
 
-Nothing is gained by emitting the second token, too: the step after would have no belief to look ahead with. So a step
-emits one token, and the second serves the lookahead query only.
+Emitting the second token, too, would gain nothing, because the next step would have no guess to look ahead with. So a
+step emits one token, and the second token only gives the lookahead query.
 
 Read from sglang 0.5.23: `speculative/spec_registry.CustomSpecAlgo`, `speculative/eagle_worker_common.run_eagle_verify`
 and `build_eagle_verify_input`, `speculative/eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation`,
@@ -37,7 +37,7 @@ TOKENS = 2
 
 
 class DualAlgorithm(CustomSpecAlgo):
-    """What SGLang's scheduler asks of a speculative algorithm."""
+    """Describes the algorithm to SGLang's scheduler."""
 
     def need_topk(self) -> bool:
         return True  # the scheduler relays topk_index, the second token
@@ -106,7 +106,7 @@ class DualWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, first: Tensor, second: Tensor, grammar_barrier: Any, pp_proxy_tensors: Any
     ) -> GenerationBatchResult:
         """One forward pass over [first, second] of each request; `seams/speculation.py` rejects the second."""
-        if batch.seq_lens_sum is None:  # EAGLE learns it from its draft batch
+        if batch.seq_lens_sum is None:  # EAGLE sets it from its draft batch
             lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
             batch.seq_lens_sum = int(lengths.sum())
         count = len(batch.seq_lens)

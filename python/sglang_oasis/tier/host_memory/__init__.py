@@ -1,1 +1,1 @@
-"""Memory of the host: what is free, pinned, near a device."""
+"""Host memory: how much is free, how it is pinned, which of it is near a device."""

@@ -1,4 +1,4 @@
-"""How much host memory a process may still take, inside a container or not."""
+"""Measures how much host memory a process may still take, inside a container or not."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import psutil
 from sglang_oasis import cgroup
 
 _LIMITS = {2: ("memory.max", "memory.high"), 1: ("memory.limit_in_bytes",)}
-"""Beyond `memory.high` a process is not ended, but stands still."""
+"""The limits of a control group; a process beyond `memory.high` is not killed, but almost stops."""
 _USAGE = {2: "memory.current", 1: "memory.usage_in_bytes"}
 _RECLAIMABLE = {
     2: ("inactive_file", "active_file", "slab_reclaimable"),
     1: ("total_inactive_file", "total_active_file"),
 }
-"""Names in memory.stat of what the kernel counts as used and takes back when it is needed, as reading a model fills the
-page cache. Memory in /dev/shm is not among them."""
+"""Fields of memory.stat with memory that the kernel counts as used, but frees when it is needed, such as the page cache
+after a model was read. Memory in /dev/shm is not in these fields."""
 
 
 def available_host_bytes(proc: Path = cgroup.PROC_SELF) -> int:
-    """Free host memory in bytes, never more than what the process's control groups still allow."""
+    """Return the free host memory in bytes, at most what the process's control groups still allow."""
     free = psutil.virtual_memory().available
     for version, folder in cgroup.groups("memory", proc):
         limits = [limit for name in _LIMITS[version] if (limit := _read_bytes(folder / name)) is not None]
@@ -40,7 +40,7 @@ def _read_bytes(file: Path) -> int | None:
 
 
 def _read_statistics(file: Path, names: tuple[str, ...]) -> int:
-    """The sum of the statistics of these names."""
+    """Return the sum of the statistics with these names."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which memory node is nearest to a GPU, and how a mapping is told to live there."""
+"""Finds the memory node nearest to a GPU, and places memory mappings there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ MPOL_PREFERRED = 1
 MPOL_F_ADDR = 2
 MOST_NODES = 1024
 _SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""Numbers of mbind and get_mempolicy; libnuma, which wraps them, is not on every machine."""
+"""System call numbers of mbind and get_mempolicy; libnuma, which wraps these calls, is not on every machine."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NodeMask = ctypes.c_ulong * (MOST_NODES // (8 * ctypes.sizeof(ctypes.c_ulong)))
 
 
 def node_of_device(pci_id: str, sysfs: Path = SYSFS) -> int | None:
-    """The memory node nearest to a PCI device.
+    """Return the memory node nearest to a PCI device.
 
     Args:
-        pci_id: "domain:bus:device.function" in hexadecimal, as the CUDA driver names it.
+        pci_id: "domain:bus:device.function" in hexadecimal, the CUDA driver's format.
         sysfs: where the kernel describes the machine.
 
     Returns:
-        None where there is nothing to choose: one node, or a device that the firmware places nowhere.
+        The node's number; None if there is only one node, or if the firmware gives no node for the device.
     """
     online = sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
     try:
@@ -40,17 +40,17 @@ def node_of_device(pci_id: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Let the pages of a mapping that is not touched yet come from one node, as long as that node has any.
+    """Let the pages of a mapping that is not touched yet come from one node, as long as that node has free pages.
 
-    MPOL_PREFERRED and not MPOL_BIND: the pool is sized from the free memory of the whole host, and may be larger than
-    its node's. Bound, the process would be killed where it now gets slower pages of another node.
+    Uses MPOL_PREFERRED and not MPOL_BIND: the pool is sized from the free memory of the whole host, and may be larger
+    than that of one node. With MPOL_BIND the process would be killed instead of getting slower pages of other nodes.
 
     Args:
         address, nbytes: the mapping, at page boundaries.
         node: memory node.
 
     Returns:
-        False, and a warning, where the kernel refuses (containers often forbid it).
+        True; False, and a warning, if the kernel refuses (containers often forbid it).
     """
     numbers = _SYSCALLS.get(platform.machine())
     if numbers is not None:
@@ -62,7 +62,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
             return True
     reason = f"no mbind on {platform.machine()}" if numbers is None else os.strerror(ctypes.get_errno())
     logger.warning(
-        "Host KV memory may lie far from the GPU, because it cannot be placed on NUMA node %d (%s): "
+        "Host KV memory may be far from the GPU, because it cannot be placed on NUMA node %d (%s): "
         "allow mbind (in a container: --cap-add SYS_NICE), or start the server under `numactl --preferred=%d`.",
         node,
         reason,
@@ -72,10 +72,10 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def policy_at(address: int) -> tuple[int, list[int]]:
-    """(mode, nodes) of the memory policy at an address.
+    """Return (mode, nodes) of the memory policy at an address.
 
     Raises:
-        OSError: the kernel has none to tell.
+        OSError: the kernel does not return a policy.
     """
     mode, mask = ctypes.c_int(), _NodeMask()
     number = ctypes.c_long(_SYSCALLS[platform.machine()][1])

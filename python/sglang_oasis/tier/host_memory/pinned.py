@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes by address: mapped, placed, touched, and pinned in chunks."""
+"""Host memory that a GPU reads and writes by address; it is mapped, placed on a node, touched, and pinned in chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_oasis.tier.host_memory.numa import node_of_device, prefer_node
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 30
-"""Bytes that are pinned at once. A driver may refuse one huge registration, and a failure tells how far it got."""
+"""Bytes per pinning call. A driver may refuse one huge registration, and chunks show how much could be pinned."""
 
 TOUCH_BYTES = 256 << 20
 TOUCH_THREADS = 16
@@ -43,18 +43,18 @@ class Registrar(Protocol):
     """Pins memory for a device."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin a range; raises OSError with the reason."""
+        """Pin a range of addresses; raises OSError with the reason if that fails."""
 
     def unregister(self, address: int) -> None:
-        """Release the range that was pinned at `address`; raises OSError with the reason."""
+        """Release the range that was pinned at `address`; raises OSError with the reason if that fails."""
 
 
 class Span(NamedTuple):
     """A range of addresses.
 
     Attributes:
-        address: the first.
-        nbytes: how many.
+        address: first address.
+        nbytes: number of bytes.
     """
 
     address: int
@@ -62,21 +62,21 @@ class Span(NamedTuple):
 
 
 class PinnedAllocator:
-    """Makes zeroed CPU tensors in pinned memory; one anonymous mapping each.
+    """Makes zeroed CPU tensors in pinned memory, each in an anonymous mapping of its own.
 
-    Memory is unpinned and unmapped when the last tensor over it is gone. A tensor may cross a chunk boundary: every
+    Memory is unpinned and unmapped when no tensor uses it any more. A tensor may cross a chunk boundary: every
     chunk is mapped for the device at its host addresses (CUDA Runtime API, cudaHostGetDevicePointer: with
-    cudaDevAttrCanUseHostPointerForRegisteredMem the host pointer is the device's), so kernels see one range. Only
-    cudaMemcpy does not take a range that was registered in two parts; whatever copies must be a kernel, or copy page
-    by page.
+    cudaDevAttrCanUseHostPointerForRegisteredMem the device uses the host pointer), so kernels see one range. Only
+    cudaMemcpy rejects a range that was registered in two parts, so copies must be done by a kernel or page by
+    page.
 
     Args:
         registrar: pins the memory.
-        node: memory node to take it from, None for any.
-        chunk_bytes: bytes that are pinned at once, a multiple of the system's page.
+        node: memory node to take the memory from, None for any.
+        chunk_bytes: bytes per pinning call, a multiple of the system's page size.
 
     Attributes:
-        pinned_bytes: of all tensors made so far.
+        pinned_bytes: bytes of all tensors made so far.
     """
 
     def __init__(self, registrar: Registrar, node: int | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -86,16 +86,16 @@ class PinnedAllocator:
         self.pinned_bytes = 0
 
     def __call__(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A zeroed tensor.
+        """Return a zeroed tensor.
 
         Raises:
-            LookaheadKVError: the memory cannot be mapped or pinned; nothing of this tensor stays behind.
+            LookaheadKVError: the memory cannot be mapped or pinned; all memory of this tensor is released.
         """
         count = math.prod(shape)
         mapping = _map(count * dtype.itemsize)
         try:
             if self._node is not None and not prefer_node(*mapping, self._node):
-                self._node = None  # it was said once
+                self._node = None  # the warning was logged once
             _touch(mapping)
             chunks = self._pin(mapping)
         except BaseException:
@@ -103,7 +103,7 @@ class PinnedAllocator:
             raise
         self.pinned_bytes += mapping.nbytes
         memory = (ctypes.c_char * mapping.nbytes).from_address(mapping.address)
-        # Not at the interpreter's exit: other threads may still read, and the system takes everything back anyway.
+        # Not at the interpreter's exit: other threads may still read, and the system frees everything anyway.
         weakref.finalize(memory, _release, self._registrar, mapping, chunks).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
@@ -125,7 +125,7 @@ class PinnedAllocator:
 
 
 class CudaRegistrar:
-    """Pins memory for all CUDA devices of this process; the device at hand must be able to use host pointers.
+    """Pins memory for all CUDA devices of this process; the given device must be able to use host pointers.
 
     Args:
         device: a CUDA device.
@@ -134,7 +134,7 @@ class CudaRegistrar:
         pci_id: PCI address of the device.
 
     Raises:
-        LookaheadKVError: the device sees pinned memory at other addresses than the host.
+        LookaheadKVError: the device has other addresses for pinned memory than the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -169,7 +169,7 @@ class CudaRegistrar:
 
 
 def pinned_allocator(device: torch.device) -> PinnedAllocator:
-    """Memory near a CUDA device.
+    """Return an allocator of pinned memory near a CUDA device.
 
     Raises:
         LookaheadKVError: the device cannot read pinned memory by address.
@@ -183,12 +183,12 @@ def pinned_allocator(device: torch.device) -> PinnedAllocator:
 
 
 def _map(nbytes: int) -> Span:
-    """Private anonymous memory, in huge pages where the system has them, and not inherited by forks.
+    """Map private anonymous memory, in huge pages where the system has them, which forks do not inherit.
 
-    After a fork the first write would move a page away from under the device.
+    If a fork inherited it, the next write would go to a copy of the page, but the device would use the original.
     """
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    # A larger range holds one that begins at a huge page; what is left over on both sides goes back.
+    # Map a larger range, which contains one that begins at a huge page, and unmap the rest on both sides.
     spare = HUGE_PAGE if whole >= HUGE_PAGE else 0
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     start = _libc.mmap(None, ctypes.c_size_t(whole + spare), protection, flags, -1, ctypes.c_long(0))
@@ -212,7 +212,7 @@ def _advise(span: Span, advice: int) -> bool:
 
 
 def _touch(mapping: Span) -> None:
-    """Have the kernel provide all pages, in parallel; registration would do it one after the other."""
+    """Let the kernel provide all pages, in parallel; registration would provide one after another."""
     threads = min(TOUCH_THREADS, usable_cpus())
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(_populate, _split(mapping, TOUCH_BYTES)))
@@ -226,7 +226,7 @@ def _populate(span: Span) -> None:
             f"the system has no more host memory for the KV cache ({os.strerror(ctypes.get_errno())}): lower "
             f"--lookahead-kv-host-gb, or raise the memory limit of the container."
         )
-    ctypes.memset(span.address, 0, span.nbytes)  # before Linux 5.14
+    ctypes.memset(span.address, 0, span.nbytes)  # for Linux before 5.14
 
 
 def _split(span: Span, nbytes: int) -> Iterator[Span]:
@@ -236,7 +236,7 @@ def _split(span: Span, nbytes: int) -> Iterator[Span]:
 
 def _unpin(registrar: Registrar, chunks: Sequence[Span]) -> None:
     for chunk in reversed(chunks):
-        with contextlib.suppress(OSError):  # the context may be gone already
+        with contextlib.suppress(OSError):  # the CUDA context may have ended already
             registrar.unregister(chunk.address)
 
 
@@ -251,4 +251,4 @@ def _unmap(span: Span) -> None:
 
 def _check_driver(code: int, call: str) -> None:
     if code:
-        raise LookaheadKVError(f"the CUDA driver answers {call} with error {code}: check it with nvidia-smi.")
+        raise LookaheadKVError(f"the CUDA driver answered {call} with error {code}: check the driver with nvidia-smi.")

@@ -1,1 +1,1 @@
-"""What prefill passes through on a device."""
+"""Staging of host pages on a device for prefill."""

@@ -1,15 +1,15 @@
-"""Device cache of host pages that prefill reads again and again: an L1 for prefixes, in memory that nothing else uses.
+"""Device cache of host pages that prefill reads repeatedly, in device memory that is otherwise unused.
 
-Direct mapped: page p is in place p % A or nowhere. All decisions are made by the device, once per group of requests
-and for all layers at once, before anything is copied; the copies of a layer only follow them. That is why an entry can
-neither be torn nor be seen half filled:
+The cache is direct-mapped: page p is in place p % A or not cached. The device makes all decisions, once per group of
+requests and for all layers together, before anything is copied; the copies of a layer only follow them. Therefore no
+entry can be read while it is partly filled:
 
-- of the pages in a group that are missing and want the same place, the last one takes it;
+- if several missing pages of a group have the same place, the last one takes it;
 - a place that the group reads keeps its page;
 - the copies that follow, of all layers, run in the order of the decisions.
 
-Tags run ahead of the copies: from its decision on a page counts as cached, and it is read only by copies of later
-decisions. A pass that stops before its last layer breaks that, and must be followed by `clear`.
+Tags change before the copies run: a page counts as cached from its decision on, and only copies of later decisions read
+it. A pass that stops before its last layer violates this, so `clear` must be called after it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TAG_DTYPE = torch.int32
 
 
 class Placement(NamedTuple):
-    """What the cache does for each of p pages; [p] int32, places or -1.
+    """The decision about each of p pages; [p] int32, places or -1.
 
     Attributes:
-        hits: where the page is.
-        fills: where the page goes, once it is read from the host.
+        hits: place in which the page is cached.
+        fills: place into which the page is copied after it was read from the host.
     """
 
     hits: Tensor
@@ -38,15 +38,15 @@ class Placement(NamedTuple):
 
 
 class PageCache:
-    """Pages of all layers, under one set of tags.
+    """The cached pages of all layers, which share one set of tags.
 
     Args:
         layout: sizes of the tiers.
-        places: A, pages of all layers that it holds; 0 for no cache.
-        device: where.
+        places: A, number of pages (of all layers) that the cache can hold; 0 for no cache.
+        device: device of the cache.
 
     Attributes:
-        arena: [L, A, H, 2, B, D]; places without a tag hold anything.
+        arena: [L, A, H, 2, B, D]; places without a tag have arbitrary contents.
         tags: [A] int32, host page or -1.
     """
 
@@ -58,7 +58,7 @@ class PageCache:
 
     @staticmethod
     def places_in(layout: TierLayout, nbytes: int) -> int:
-        """A of the largest cache in `nbytes`."""
+        """Return A of the largest cache that fits into `nbytes` bytes."""
         page_bytes = layout.num_layers * layout.kv_heads * layout.chunk_bytes
         return max(0, nbytes) // (page_bytes + TAG_DTYPE.itemsize)
 
@@ -67,11 +67,11 @@ class PageCache:
         return self.arena.nbytes + self.tags.nbytes
 
     def place(self, pages: Tensor, complete: Tensor) -> Placement:
-        """Decide for the pages that one group reads, and move the tags on.
+        """Decide about the pages that one group reads, and update the tags.
 
         Args:
             pages: [p] int32, host pages.
-            complete: [p], non-zero where all tokens of the page are in it; others are neither looked up nor kept.
+            complete: [p], non-zero if the page has all its tokens; other pages are neither looked up nor cached.
         """
         count = len(self.tags)
         if not count or not len(pages):
@@ -88,9 +88,9 @@ class PageCache:
         return Placement(torch.where(hit, places, -1).to(pages.dtype), torch.where(fill, places, -1).to(pages.dtype))
 
     def forget(self, indices: Tensor) -> None:
-        """Drop the pages whose tokens are written: KV indices [t] int64 on the device. One launch, capture-safe."""
+        """Remove the pages of KV indices that are written, [t] int64 on the device. One launch; works in a capture."""
         forget_pages(self.tags, indices, self._block_size)
 
     def clear(self) -> None:
-        """Drop all pages."""
+        """Remove all pages."""
         self.tags.fill_(-1)

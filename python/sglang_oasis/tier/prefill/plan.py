@@ -1,4 +1,4 @@
-"""Where the tokens of a prefill pass lie in the staging buffer: host arithmetic on lengths, nothing else."""
+"""Plans where the tokens of a prefill pass are in the staging buffer, with arithmetic on lengths on the host."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class PrefillPass(NamedTuple):
-    """An extend pass. Lengths are known to the host, where tokens lie only to the device.
+    """An extend pass. The host knows the lengths; only the device knows in which pages the tokens are.
 
     Attributes:
         rows: [n] int64 on the device.
-        prefixes: per request, tokens that the host pool has.
+        prefixes: per request, tokens that are already in the host pool.
         new_tokens: per request, tokens that the pass computes.
         indices: [T] int64 on the device, KV indices of the new tokens.
         req_to_token: SGLang's [rows, context] table of KV indices, on the device.
@@ -36,13 +36,13 @@ class PrefillPass(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """The staged pages of n requests, as FlashInfer's paged wrappers take them; int32.
+    """The staged pages of n requests, in the format of FlashInfer's paged wrappers; int32.
 
     Attributes:
         indptr: [n + 1] on the host; the pages of request i are `indices[indptr[i]:indptr[i + 1]]`.
         indices: [pages] on the device.
         last_page_len: [n] on the host, tokens in the last page, 1 to B; 0 for a request without pages.
-        query_starts: [n + 1] on the host, of the group's new tokens.
+        query_starts: [n + 1] on the host, where the new tokens of each request begin.
     """
 
     indptr: Tensor
@@ -52,22 +52,22 @@ class PageTable(NamedTuple):
 
 
 class StagedGroup(NamedTuple):
-    """Requests that are staged together. Tables are on the device unless said.
+    """Requests that are staged together. Tables are on the device unless stated otherwise.
 
     Attributes:
         requests: slice of the pass's requests.
         tokens: slice of the pass's new tokens.
-        starts: place of the first page of each request, and the end of the last one's; block j of request i, counted
-            in the group, is in place `starts[i] + j`.
-        copies: prefix pages to bring in, the partly filled ones included.
+        starts: place of the first page of each request, and the end of the last request; block j of request i of the
+            group is in place `starts[i] + j`.
+        copies: prefix pages to copy into the buffer, including partly filled ones.
         positions: [t] int64, place * B + offset of each new token.
         runs: new tokens to write back.
-        completed_places, completed_pages: [c] int64, pages that the pass completes: where they are staged, and in the
-            host pool.
-        slots: [n, W] int32, the places again, as `paged_attention` takes them; entries beyond a request are arbitrary.
+        completed_places, completed_pages: [c] int64, pages that the pass completes: their places in the buffer, and
+            their host pages.
+        slots: [n, W] int32, the places in the format of `paged_attention`; entries beyond a request are arbitrary.
         kv_lengths: [n] int32, tokens of each request.
         query_starts: [n + 1] int32.
-        pages: the same for FlashInfer.
+        pages: the places in the format of FlashInfer.
     """
 
     requests: slice
@@ -88,12 +88,12 @@ def groups(lengths: Sequence[int], block_size: int, max_pages: int) -> list[slic
     """Divide the requests of a pass, in their order, into groups that fit into a staging buffer.
 
     Args:
-        lengths: tokens of each request, prefix and new ones; 0 for a request that computes nothing.
+        lengths: prefix and new tokens of each request; 0 for a request that computes nothing.
         block_size: tokens per page.
         max_pages: pages of the buffer.
 
     Raises:
-        ValueError: a request alone does not fit.
+        ValueError: a single request does not fit.
     """
     found, first, used = [], 0, 0
     for i, length in enumerate(lengths):
@@ -108,11 +108,11 @@ def groups(lengths: Sequence[int], block_size: int, max_pages: int) -> list[slic
 
 
 def plan_pass(batch: PrefillPass, cache: PageCache, max_pages: int) -> list[StagedGroup]:
-    """Plan a pass, and decide what the cache serves. Nothing waits for the device.
+    """Plan a pass, and decide which pages the cache serves, without waiting for the device.
 
     Args:
-        batch: the pass; its new tokens are forgotten by the cache already.
-        cache: the cache of pages.
+        batch: the pass; the pages of its new tokens must have been removed from the cache.
+        cache: the page cache.
         max_pages: pages of a staging buffer.
     """
     block_size = cache.arena.shape[-2]
@@ -125,16 +125,16 @@ def plan_pass(batch: PrefillPass, cache: PageCache, max_pages: int) -> list[Stag
 
 
 class _Tables(NamedTuple, Generic[T]):
-    """What the device has to know of a group. Pages are counted in the order of their places, all int32.
+    """What the device must know about a group, all int32; pages are in the order of their places.
 
     Attributes:
         entry, token: per page, its request in the pass and its first token.
-        brought, complete: pages with tokens of the prefix; whether they have no others.
-        touched, first, last: pages with new tokens; which of their tokens those are.
-        completed: those of `touched` that are full now.
+        brought, complete: pages with prefix tokens, and whether they have no other tokens.
+        touched, first, last: pages with new tokens, and the range of new tokens in each.
+        completed: pages of `touched` that are full after the pass.
         positions: per new token, place * B + offset.
-        starts, query_starts: per request, and one more, first page and first new token.
-        lengths: per request.
+        starts, query_starts: per request, with one more entry for the end: first page and first new token.
+        lengths: tokens per request.
     """
 
     entry: T
@@ -212,7 +212,7 @@ def _starts(counts: Indices) -> Indices:
 
 
 def _to_device(tables: _Tables[Indices], device: torch.device) -> _Tables[Tensor]:
-    """In one transfer; from pinned memory, else the host would wait for the device."""
+    """Copy tables to the device in one transfer, from pinned memory, because else the host would wait."""
     packed = torch.from_numpy(np.concatenate(tables))
     if device.type == "cuda":
         packed = packed.pin_memory()

@@ -1,19 +1,19 @@
-"""Prefill on a device whose KV cache is in host memory: pages are staged layer by layer (DESIGN section 5).
+"""Prefill on a device whose KV cache is in host memory: pages are copied to a staging buffer layer by layer.
 
-Two buffers take turns. While attention of one turn (a layer of a group of requests) runs over its buffer, the prefix
-pages of the next turn come into the other one, and the new tokens of this turn go to the host. So device memory does
-not grow with the number of layers, and the forward pass waits for the link only where a turn is shorter than its
-transfers.
+Two buffers alternate. A turn is one layer of a group of requests. While attention of one turn runs on its buffer, the
+prefix pages of the next turn are copied into the other buffer, and the new tokens of this turn to the host. So device
+memory does not grow with the number of layers, and the forward pass waits for the link only if a turn is shorter than
+its transfers.
 
     fetch        | pages t+1           | pages t+2           |
     forward pass | tokens t, attend t  | tokens t+1, attend  |
     write back   |    tokens t -> host |    tokens t+1       |
 
-What waits for what:
-- a buffer is filled when the forward pass has read, and the write-back has copied, what it had two turns ago;
-- the forward pass stores new tokens and attends when the turn's pages have come;
-- write-back begins when the turn's tokens are stored;
-- a pass begins when the last pass's write-backs are done: their pages are prefixes now, or belong to others.
+The order of the operations:
+- a buffer is filled after the forward pass has read, and the write-back has copied, its contents of two turns ago;
+- the forward pass stores new tokens and attends after the turn's pages have arrived;
+- write-back begins after the turn's tokens are stored;
+- a pass begins after the last pass's write-backs, because their pages are now prefixes or belong to other requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Staged(NamedTuple):
 
     Attributes:
         group: the requests, and the tables of the buffer.
-        kv: [X, H, 2, B, D], the buffer; what no table names may hold anything.
+        kv: [X, H, 2, B, D], the buffer; places that are in no table have arbitrary contents.
     """
 
     group: StagedGroup
@@ -58,18 +58,18 @@ class _Buffer:
 
 
 class PrefillStaging:
-    """Owns the staging buffers, the page cache, and the order of everything that touches them.
+    """Owns the staging buffers and the page cache, and orders all operations on them.
 
     Args:
         layout: sizes of the tiers.
-        host_kv: per layer, [N_pages, H, 2, B, D]; pinned, where the device is a GPU.
-        max_pages: X, pages of a buffer; at least one request's.
+        host_kv: per layer, [N_pages, H, 2, B, D]; in pinned memory if the device is a GPU.
+        max_pages: X, pages of a buffer; at least those of the longest request.
         cache_places: pages that the cache may hold.
-        device: of the buffers.
-        streams: of that device.
+        device: device of the buffers.
+        streams: streams of that device.
 
     Raises:
-        ValueError: a buffer cannot take the longest request.
+        ValueError: a buffer is too small for the longest request.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PrefillStaging:
 
     @staticmethod
     def bytes_of(layout: TierLayout, max_pages: int) -> int:
-        """Bytes of both buffers with `max_pages` pages each."""
+        """Return the bytes of both buffers with `max_pages` pages each."""
         return 2 * max_pages * layout.kv_heads * layout.chunk_bytes
 
     @property
@@ -106,7 +106,7 @@ class PrefillStaging:
         return sum(buffer.kv.nbytes for buffer in self._buffers) + self.cache.nbytes
 
     def join(self) -> None:
-        """The current stream waits until all new tokens are in the host pool. Each pass, of any kind, begins so."""
+        """Let the current stream wait until all new tokens are in the host pool; every pass must begin with this."""
         if self._last_written is not None:
             self._streams.wait(self._last_written)
             self._last_written = None
@@ -114,14 +114,14 @@ class PrefillStaging:
             self._abandon()
 
     def begin(self, batch: PrefillPass) -> Sequence[StagedGroup]:
-        """Plan a pass and send for the first layer's prefix.
+        """Plan a pass and start to copy the first layer's prefix pages.
 
         Returns:
-            The groups that every layer goes through, in this order.
+            The groups, in the order in which every layer processes them.
         """
         self.join()
         self.cache.forget(batch.indices)
-        # The tables of the last pass may be given up: the current stream has waited for all that read them.
+        # The tables of the last pass may be freed, because the current stream has waited for all their readers.
         self._groups = plan_pass(batch, self.cache, self._max_pages)
         self._turn, self._turns = 0, len(self._host_kv) * len(self._groups)
         begun = self._streams.record()
@@ -131,17 +131,17 @@ class PrefillStaging:
         return self._groups
 
     def layer(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[Staged]:
-        """Go through the groups in one layer.
+        """Yield each group of one layer with its filled buffer.
 
-        All that reads a yielded buffer must be launched, on the current stream, before the next one is asked for. The
-        loop must be finished.
+        All operations that read a yielded buffer must be launched, on the current stream, before the next buffer is
+        requested. The loop must run to its end.
 
         Args:
-            layer: layer of this rank; each pass takes all layers in their order.
-            keys, values: [T, H, D], of the pass's new tokens.
+            layer: layer of this rank; each pass must process all layers in their order.
+            keys, values: [T, H, D], K and V of the pass's new tokens.
 
         Raises:
-            RuntimeError: it is another layer's turn.
+            RuntimeError: the layers are not processed in their order.
         """
         for i, group in enumerate(self._groups):
             if self._turn != layer * len(self._groups) + i:
@@ -159,7 +159,7 @@ class PrefillStaging:
             self._turn += 1
 
     def _abandon(self) -> None:
-        """The last pass stopped between its layers; what it had sent for may still be on its way."""
+        """Clean up after a pass that stopped between its layers; its copies may still be running."""
         self._turn = self._turns = 0
         self.cache.clear()
         for buffer in self._buffers:
