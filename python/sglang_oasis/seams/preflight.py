@@ -133,8 +133,8 @@ def check_model(server_args: Any) -> None:
     for trait, present in unsupported.items():
         if present:
             raise LookaheadKVError(
-                f"{asked_by(server_args)} serves MHA, GQA and MQA models only, but {architecture} has {trait}: start the "
-                f"server without the flag."
+                f"{asked_by(server_args)} serves MHA, GQA and MQA models only, but {architecture} has {trait}: start "
+                f"the server without the flag."
             )
     if model.v_head_dim != model.head_dim:
         raise LookaheadKVError(
