@@ -74,7 +74,7 @@ def selections(draw: st.DrawFn, fmt: SummaryFormat, ties: bool = False) -> Selec
 @given(data=st.data())
 def test_blocks_score_as_by_the_references(fmt: SummaryFormat, data: st.DataObject) -> None:
     case = data.draw(selections(fmt))
-    torch.testing.assert_close(case.scores_of_kernel(), case.scores_of_reference(), rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(case.scores_of_kernel(), case.scores_of_reference(), rtol=1e-4, atol=1e-9)
 
 
 @FORMATS
@@ -107,7 +107,7 @@ def test_float32_queries_keep_all_their_bits(fmt: SummaryFormat) -> None:
 def test_a_long_row_selects_like_the_reference(fmt: SummaryFormat) -> None:
     case = ordinary_selection(2048, fmt=fmt.name)
     scores = case.scores_of_kernel()
-    torch.testing.assert_close(scores, case.scores_of_reference(), rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(scores, case.scores_of_reference(), rtol=1e-4, atol=1e-9)
     assert_selects_like_reference(case, scores)
 
 
