@@ -55,8 +55,8 @@ run format ruff format --check .
 run types mypy
 run imports lint-imports --no-cache
 run model python -m sglang_oasis.reference_model # here and not in a test, whose time is limited
-run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit benchmark/micro benchmark/studies
+run unit env OMP_NUM_THREADS=1 pytest --numprocesses 2 test/unit benchmark/micro benchmark/studies benchmark/quality/test_quality.py
 run compile compile_reports
 run sanitizers scripts/sanitize.sh
-run e2e pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder test/e2e benchmark/serving
+run e2e pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder test/e2e benchmark/serving benchmark/quality/test_answers.py
 printf '\n[test] everything passed\n'

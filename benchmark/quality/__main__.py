@@ -1,0 +1,107 @@
+"""Whether sparse attention answers as dense attention does: any Hugging Face model, through real servers.
+
+    python -m benchmark.quality                                            # the reference model, 4K and 8K, an hour
+    python -m benchmark.quality --model FOLDER --contexts 32768 --budgets 2048
+    python -m benchmark.quality --tasks needle agent --items 20            # a small part
+
+Each policy gets the same items as dense attention. Items, their texts and their order are drawn from seeds, so numbers
+name the same items everywhere. Answers are greedy. `--work` keeps them; a second run asks only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rich
+from transformers import AutoTokenizer
+
+from benchmark import report
+from benchmark.quality.documents import Author
+from benchmark.quality.findings import cells, draw, show
+from benchmark.quality.policies import DENSE, NAMED, Policy, dense, lookahead
+from benchmark.quality.run import READINGS, Serving, Store, evaluate
+from benchmark.quality.tasks import TASKS
+from sglang_oasis.cache import cache_folder
+from sglang_oasis.reference_model import reference_model_path
+from sglang_oasis.testing.corpus import real_text_tokens
+
+FILLER_TOKENS = 110_000
+
+
+def filler(tokenizer: Any, files: Sequence[Path]) -> list[int]:
+    """Tokens of the files, or of the Python language reference."""
+    if not files:
+        return real_text_tokens(tokenizer, FILLER_TOKENS)
+    text = "\n\n".join(file.read_text(errors="replace") for file in files)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def policies(options: argparse.Namespace) -> list[Policy]:
+    flags = NAMED | {name: tuple(given.split()) for name, given in (one.split("=", 1) for one in options.policy)}
+    unknown = set(options.policies) - set(flags)
+    if unknown:
+        raise SystemExit(f"--policies must be of {', '.join(flags)}, got {', '.join(sorted(unknown))}")
+    return [dense(), *(lookahead(name, budget, flags[name]) for name in options.policies for budget in options.budgets)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a model with a chat template (default: the reference)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 8192], help="tokens, answer included")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="tokens")
+    parser.add_argument("--policies", nargs="+", default=["lookahead"], help=f"of {', '.join(NAMED)}, or of --policy")
+    parser.add_argument("--policy", nargs="+", default=[], metavar="NAME=FLAGS", help="a policy of your own")
+    parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS), help="of the question")
+    parser.add_argument("--items", type=int, default=100, help="per task and context")
+    parser.add_argument("--concurrency", type=int, default=4, help="documents at a time")
+    parser.add_argument("--host-gb", type=float, default=4.0, help="host pool of lookahead KV")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--filler", type=Path, nargs="+", default=[], help="texts (default: Python's reference)")
+    parser.add_argument("--work", type=Path, help="folder for the answers (default: in the cache)")
+    parser.add_argument("--name", default="quality", help="name of the files under benchmark/results")
+    options = parser.parse_args()
+
+    model = (options.model or reference_model_path()).resolve()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    author = Author(tokenizer, filler(tokenizer, options.filler))
+    store = Store((options.work or cache_folder() / "quality") / f"{model.name}.jsonl")
+    asked = [
+        (item, reading)
+        for context in options.contexts
+        for name in options.tasks
+        for item in author.items(TASKS[name], context, options.items)
+        for reading in options.readings
+    ]
+    serving = Serving(model, options.dtype, options.concurrency, options.host_gb)
+    chosen = policies(options)
+    for policy in chosen:
+        evaluate(serving, tokenizer, policy, asked, store)
+
+    wanted = {(item.task.name, item.context, reading) for item, reading in asked}
+    named = {(policy.name, policy.budget) for policy in chosen}
+    answers = [
+        answer
+        for answer in store.answers()
+        if (answer.policy, answer.budget) in named
+        and (answer.task, answer.context, answer.reading) in wanted
+        and answer.number < options.items
+    ]
+    found = cells(answers)
+    show(found)
+    overall = [answer.score for answer in answers if answer.policy == DENSE]
+    rich.print(f"dense attention: {100 * sum(overall) / len(overall):.1f} on the mean of {len(overall)} answers")
+    record = {
+        "model": model.name,
+        "options": vars(options),
+        "cells": [asdict(cell) | {"delta": cell.delta} for cell in found],
+    }
+    report.save(options.name, record, draw(found, model.name))
+
+
+if __name__ == "__main__":
+    main()
