@@ -8,7 +8,7 @@ medians of the ratios within a turn, this checkout over the other one, with thei
 
 - `start`: seconds until a server generates, imports included.
 - `prefill`: seconds to the first token of a prompt that no cache knows.
-- `cached prefill`: the same, of the last prompt and a few new tokens.
+- `cached prefill`: the same, of the last of these prompts and a few new tokens.
 - `decode`: seconds per token of one request past its budget, prefill not counted.
 - `serving`: seconds for a burst of prompts that no cache knows, with their answers.
 """
@@ -83,8 +83,7 @@ def measure(envs: dict[str, dict[str, str]], options: argparse.Namespace) -> dic
             return seconds_to_answer(servers[name], last[name], 1)
 
         def cached(name: str) -> float:
-            last[name] = last[name] + texts[name].take(NEW_TOKENS)
-            return seconds_to_answer(servers[name], last[name], 1)
+            return seconds_to_answer(servers[name], last[name] + texts[name].take(NEW_TOKENS), 1)
 
         def decode(name: str) -> float:
             prompt = texts[name].take(options.prompt)
