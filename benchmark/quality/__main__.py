@@ -2,10 +2,11 @@
 
     python -m benchmark.quality                                            # the reference model, 4K and 8K, an hour
     python -m benchmark.quality --model FOLDER --contexts 32768 --budgets 2048
-    python -m benchmark.quality --tasks needle agent --items 20            # a small part
+    python -m benchmark.quality --tasks needle "text to JSON" --items 20   # a small part
 
-Each policy gets the same items as dense attention. Items, their texts and their order are drawn from seeds, so numbers
-name the same items everywhere. Answers are greedy. `--work` keeps them; a second run asks only what is missing.
+Each policy gets the same items as dense attention. Items are drawn from seeds and from this Python's documentation, so
+with the same Python a number names the same item. Answers are greedy. `--work` keeps them; a second run asks only what
+is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmark import report
 from benchmark.quality.documents import Author
 from benchmark.quality.findings import cells, draw, show
 from benchmark.quality.policies import DENSE, NAMED, Policy, dense, lookahead
-from benchmark.quality.run import READINGS, Serving, Store, evaluate
+from benchmark.quality.run import READINGS, Serving, Store, evaluate, key_of
 from benchmark.quality.tasks import TASKS
 from sglang_oasis.cache import cache_folder
 from sglang_oasis.reference_model import reference_model_path
@@ -41,11 +42,9 @@ def filler(tokenizer: Any, files: Sequence[Path]) -> list[int]:
 
 
 def policies(options: argparse.Namespace) -> list[Policy]:
-    flags = NAMED | {name: tuple(given.split()) for name, given in (one.split("=", 1) for one in options.policy)}
-    unknown = set(options.policies) - set(flags)
-    if unknown:
-        raise SystemExit(f"--policies must be of {', '.join(flags)}, got {', '.join(sorted(unknown))}")
-    return [dense(), *(lookahead(name, budget, flags[name]) for name in options.policies for budget in options.budgets)]
+    own = {name: tuple(given.split()) for name, given in (one.split("=", 1) for one in options.policy)}
+    flags = {name: NAMED[name] for name in options.policies} | own
+    return [dense(), *(lookahead(name, budget, flags[name]) for name in flags for budget in options.budgets)]
 
 
 def main() -> None:
@@ -54,8 +53,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 8192], help="tokens, answer included")
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="tokens")
-    parser.add_argument("--policies", nargs="+", default=["lookahead"], help=f"of {', '.join(NAMED)}, or of --policy")
-    parser.add_argument("--policy", nargs="+", default=[], metavar="NAME=FLAGS", help="a policy of your own")
+    parser.add_argument("--policies", nargs="*", choices=NAMED, default=["lookahead"], help="besides dense attention")
+    parser.add_argument("--policy", nargs="+", default=[], metavar="NAME=FLAGS", help="policies of your own")
     parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS), help="of the question")
     parser.add_argument("--items", type=int, default=100, help="per task and context")
     parser.add_argument("--concurrency", type=int, default=4, help="documents at a time")
@@ -82,15 +81,8 @@ def main() -> None:
     for policy in chosen:
         evaluate(serving, tokenizer, policy, asked, store)
 
-    wanted = {(item.task.name, item.context, reading) for item, reading in asked}
-    named = {(policy.name, policy.budget) for policy in chosen}
-    answers = [
-        answer
-        for answer in store.answers()
-        if (answer.policy, answer.budget) in named
-        and (answer.task, answer.context, answer.reading) in wanted
-        and answer.number < options.items
-    ]
+    keys = [key_of(policy, item, reading, options.dtype) for policy in chosen for item, reading in asked]
+    answers = [answer for key in keys if (answer := store.get(key)) is not None]
     found = cells(answers)
     show(found)
     overall = [answer.score for answer in answers if answer.policy == DENSE]

@@ -6,6 +6,7 @@ the server's prefix cache has it after the first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -160,6 +161,6 @@ def report_with(facts: Sequence[str], about: str) -> list[dict[str, str]]:
 
 
 def share_found(answer: str, expected: Sequence[str]) -> float:
-    """Share of the expected strings that the answer holds, in any case."""
-    answer = answer.casefold()
-    return sum(one.casefold() in answer for one in expected) / len(expected)
+    """Share of the expected strings that the answer holds as whole words, in any case."""
+    found = (re.search(rf"(?<!\w){re.escape(one)}(?!\w)", answer, re.IGNORECASE) for one in expected)
+    return sum(one is not None for one in found) / len(expected)

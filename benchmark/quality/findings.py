@@ -56,7 +56,7 @@ def cells(answers: Sequence[Answer]) -> list[Cell]:
     """Worst first."""
     by_cell: dict[tuple[str, int, str, int, str], dict[int, float]] = defaultdict(dict)
     for answer in answers:
-        *cell, number = answer.key
+        *cell, number, _ = answer.key
         by_cell[tuple(cell)][number] = answer.score  # type: ignore[index]
     found = []
     for (policy, budget, task, context, reading), sparse in by_cell.items():

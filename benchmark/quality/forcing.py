@@ -26,6 +26,9 @@ class ForcedTokens(CustomLogitProcessor):
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         for row, parameters in zip(logits, custom_param_list or (), strict=True):
+            request = parameters["__req__"]
+            if request.extend_end < len(request.origin_input_ids):
+                continue  # a chunk of the prompt, whose sample SGLang throws away
             step = parameters["step"] = parameters.get("step", -1) + 1
             if step < parameters.get("steps", 0):
                 kept = parameters.setdefault("kept", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import threading
@@ -21,6 +22,8 @@ from benchmark.quality.policies import Policy
 from sglang_oasis.testing.server import Server, launch_server
 
 PREFILLED, DECODED = "prefilled", "decoded"
+CHUNK = 2048
+"""Tokens of a prompt that are prefilled at a time."""
 READINGS = (PREFILLED, DECODED)
 """How a question is read: with the prompt, densely; or token by token, with the working set of its step."""
 
@@ -35,6 +38,7 @@ class Answer:
         reading: how the question was read.
         score: 0 to 1.
         text: the answer, without its given beginning.
+        asked: what the answer depends on besides, see `fingerprint`.
     """
 
     policy: str
@@ -45,10 +49,25 @@ class Answer:
     number: int
     score: float
     text: str
+    asked: str
 
     @property
-    def key(self) -> tuple[str, int, str, int, str, int]:
-        return (self.policy, self.budget, self.task, self.context, self.reading, self.number)
+    def key(self) -> Key:
+        return (self.policy, self.budget, self.task, self.context, self.reading, self.number, self.asked)
+
+
+Key = tuple[str, int, str, int, str, int, str]
+
+
+def key_of(policy: Policy, item: Item, reading: str, dtype: str) -> Key:
+    asked = fingerprint(policy, item, dtype)
+    return (policy.name, policy.budget, item.task.name, item.context, reading, item.number, asked)
+
+
+def fingerprint(policy: Policy, item: Item, dtype: str) -> str:
+    """Eight hexadecimal digits of the server's flags and of the tokens that it is given."""
+    what = repr((policy.flags, dtype, [*item.prefix], [*item.question], item.task.output))
+    return hashlib.sha256(what.encode()).hexdigest()[:8]
 
 
 class Store:
@@ -69,12 +88,8 @@ class Store:
             self._answers[answer.key] = answer
             lines.write(json.dumps(asdict(answer)) + "\n")
 
-    def has(self, policy: Policy, item: Item, reading: str) -> bool:
-        key = (policy.name, policy.budget, item.task.name, item.context, reading, item.number)
-        return key in self._answers
-
-    def answers(self) -> list[Answer]:
-        return list(self._answers.values())
+    def get(self, key: Key) -> Answer | None:
+        return self._answers.get(key)
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,8 @@ class Serving:
     def server(self, policy: Policy, context: int) -> Iterator[Server]:
         pool = ("--lookahead-kv-host-gb", str(self.host_gb)) if policy.budget else ()
         flags = (
-            *("--dtype", self.dtype, "--context-length", str(context), "--chunked-prefill-size", "2048"),
+            *("--dtype", self.dtype, "--context-length", str(context), "--chunked-prefill-size", str(CHUNK)),
+            "--disable-overlap-schedule",  # `ForcedTokens` must see a request as it is in the step at hand
             *("--max-running-requests", str(self.concurrency), "--enable-custom-logit-processor", *pool),
         )
         with launch_server(*policy.flags, *flags, model=self.model) as server:
@@ -109,7 +125,9 @@ def evaluate(serving: Serving, tokenizer: Any, policy: Policy, asked: Sequence[t
 
     Items of one document are asked one after the other, so that the first one leaves the document in the prefix cache.
     """
-    pending = [(item, reading) for item, reading in asked if not store.has(policy, item, reading)]
+    pending = [
+        (item, reading) for item, reading in asked if store.get(key_of(policy, item, reading, serving.dtype)) is None
+    ]
     if not pending:
         return
     context = max(item.context for item, _ in pending)
@@ -119,7 +137,7 @@ def evaluate(serving: Serving, tokenizer: Any, policy: Policy, asked: Sequence[t
 
         def ask_all(group: Iterable[tuple[Item, str]]) -> None:
             for item, reading in group:
-                store.add(ask(server, tokenizer, policy, item, reading))
+                store.add(ask(server, tokenizer, policy, item, reading, serving.dtype))
                 progress.advance(bar)
 
         with ThreadPoolExecutor(serving.concurrency) as clients:
@@ -131,7 +149,7 @@ def _shared(item: Item) -> tuple[str, int, int]:
     return item.task.name, item.context, item.document // item.task.same_filler
 
 
-def ask(server: Server, tokenizer: Any, policy: Policy, item: Item, reading: str) -> Answer:
+def ask(server: Server, tokenizer: Any, policy: Policy, item: Item, reading: str, dtype: str) -> Answer:
     """Greedy; the answer ends at its first end-of-text token, wherever the server ends it."""
     prompt, given = [*item.prefix, *item.question], 0
     fields: dict[str, Any] = {"sampling": {}}
@@ -145,4 +163,5 @@ def ask(server: Server, tokenizer: Any, policy: Policy, item: Item, reading: str
         tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
     text = tokenizer.decode(tokens)
     score = item.task.score_of(item.asked.beginning + text, item.asked.expected)
-    return Answer(policy.name, policy.budget, item.task.name, item.context, reading, item.number, score, text)
+    *key, asked = key_of(policy, item, reading, dtype)
+    return Answer(*key, score, text, asked)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmark.quality.documents import Author, Item
+from benchmark.quality.documents import Author, Item, share_found
 from benchmark.quality.drift import compare
 from benchmark.quality.findings import cells
 from benchmark.quality.forcing import ForcedTokens
 from benchmark.quality.policies import DENSE, dense, lookahead
-from benchmark.quality.run import Answer, Store
+from benchmark.quality.run import Answer, Store, key_of
 from benchmark.quality.tasks import TASKS
 from benchmark.quality.tasks.reading import score_record
 from sglang_oasis.reference_model import reference_model_path
@@ -87,8 +89,15 @@ def test_records_are_scored_by_their_fields(answer: str, score: float) -> None:
     assert score_record(answer, ("age=30", "city=Oslo")) == score
 
 
+@pytest.mark.parametrize(("answer", "score"), [("It is All, id", 1.0), ("callable idle", 0.0), ("(all)", 0.5)])
+def test_only_whole_words_count(answer: str, score: float) -> None:
+    assert share_found(answer, ("all", "id")) == score
+
+
 def given(policy: str, scores: list[float], budget: int = 0) -> list[Answer]:
-    return [Answer(policy, budget, "t", 4096, "prefilled", number, score, "") for number, score in enumerate(scores)]
+    return [
+        Answer(policy, budget, "t", 4096, "prefilled", number, score, "", "f") for number, score in enumerate(scores)
+    ]
 
 
 def test_cells_pair_items_with_dense_and_come_worst_first() -> None:
@@ -108,19 +117,30 @@ def test_cells_pair_items_with_dense_and_come_worst_first() -> None:
 def test_a_store_remembers_what_was_answered(tmp_path: Path, author: Author) -> None:
     (item,) = author.items(TASKS["needle"], CONTEXT, 1)
     file = tmp_path / "new" / "answers.jsonl"
-    answer = Answer(DENSE, 0, "needle", CONTEXT, "decoded", 0, 1.0, " 5")
+    key = key_of(dense(), item, "decoded", "auto")
+    answer = Answer(*key[:-1], 1.0, " 5", key[-1])
     Store(file).add(answer)
     again = Store(file)
-    assert again.answers() == [answer]
-    assert again.has(dense(), item, "decoded")
-    assert not again.has(dense(), item, "prefilled")
-    assert not again.has(lookahead("lookahead", 512), item, "decoded")
+    assert again.get(key) == answer
+    other_item = replace(item, question=[1, 2])
+    others = [
+        key_of(dense(), item, "prefilled", "auto"),
+        key_of(dense(), item, "decoded", "float32"),
+        key_of(dense(), other_item, "decoded", "auto"),
+        key_of(replace(dense(), flags=("--other",)), item, "decoded", "auto"),
+        key_of(lookahead("lookahead", 512), item, "decoded", "auto"),
+    ]
+    assert len({key, *others}) == 6
+    assert [again.get(other) for other in others] == [None] * 5
 
 
 def test_tokens_are_forced_and_distributions_kept(tmp_path: Path) -> None:
     logits = torch.randn(3, 2, 7)  # three steps of two requests
-    kept = {"forced": [4, 2], "keep": str(tmp_path / "kept.npy"), "steps": 3}
-    requests: list[dict[str, Any]] = [kept, {}]
+    whole, chunk = (SimpleNamespace(origin_input_ids=[0] * 9, extend_end=end) for end in (9, 4))
+    kept = {"forced": [4, 2], "keep": str(tmp_path / "kept.npy"), "steps": 3, "__req__": whole}
+    requests: list[dict[str, Any]] = [kept, {"__req__": whole}]
+    ForcedTokens()(torch.randn(1, 7), [kept | {"__req__": chunk}])  # leaves no trace
+    assert "step" not in kept
     outs = [ForcedTokens()(step.clone(), requests) for step in logits]
     assert [int(out[0].argmax()) for out in outs] == [4, 2, int(logits[2, 0].argmax())]
     assert all(torch.equal(out[1], step[1]) for out, step in zip(outs, logits, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from scripts.kernel_reports.cuda_report import ARCHITECTURES, fetch_traffic, kernel_costs, select_traffic
@@ -62,6 +62,7 @@ def selections(draw: st.DrawFn, fmt: SummaryFormat, ties: bool = False) -> Selec
         width=draw(st.integers(1, selected)),
         offset=draw(st.integers(0, 1)),
     )
+    assume(native.fits(case.queries, case.maps, fmt))
     vectors = case.queries.shape[1] * case.queries.shape[2] // case.shape[1]
     least = native.kernels().shared_bytes_without_logits(case.queries, fmt.bits, case.shape[1], selected)
     room = draw(st.sampled_from([None, 0, 40]))  # blocks whose logits fit
