@@ -27,7 +27,7 @@ from sglang_oasis.testing.trace import StepSelection, load_trace
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Ends inside a block: the last prompt token and the first decoded one then have the same local blocks.
-PROMPT_TOKENS = 4_005
+PROMPT_TOKENS = 6_005
 DECODE_STEPS = 64
 BLOCK_SIZE = 16
 BUDGET_TOKENS = 1024
