@@ -25,20 +25,20 @@ from sglang_oasis.testing.server import Server, launch_server
 pytestmark = pytest.mark.e2e
 
 LOGPROB_TOLERANCE = 1e-4
-COMMON_FLAGS = ("--dtype", "float32", "--random-seed", "7", "--context-length", "4000")
+COMMON_FLAGS = ("--dtype", "float32", "--random-seed", "7", "--context-length", "7200")
 # The package must answer alike however its own prefill is chunked; the stock prefill is whole, which is its fastest.
-STOCK_FLAGS = (*COMMON_FLAGS, "--chunked-prefill-size", "4096", "--max-total-tokens", "20000")
+STOCK_FLAGS = (*COMMON_FLAGS, "--chunked-prefill-size", "8192", "--max-total-tokens", "40000")
 OUR_FLAGS = {
-    "dense": ("--attention-backend", "oasis_cpu", "--max-total-tokens", "20000"),
+    "dense": ("--attention-backend", "oasis_cpu", "--max-total-tokens", "40000"),
     "lookahead": (
-        *("--enable-lookahead-kv", "--lookahead-kv-budget-tokens", "4000"),
+        *("--enable-lookahead-kv", "--lookahead-kv-budget-tokens", "7200"),
         *("--lookahead-kv-host-gb", "2.2", "--lookahead-kv-device-gb", "4.2"),
     ),
 }
 # (first token, length) in the corpus; several share a prefix, some end on a page, a page and a token, a token short.
 PROMPTS = (
     *((0, 4), (100, 17), (300, 33), (600, 64), (800, 100), (1000, 255), (1300, 513), (1900, 777)),
-    *((0, 1024), (0, 1500), (0, 3600)),
+    *((0, 1024), (0, 1500), (0, 3600), (0, 7000)),
 )
 
 
@@ -76,7 +76,7 @@ class Answers:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    corpus = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), 3600)
+    corpus = real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), 7000)
     return [corpus[start : start + length] for start, length in PROMPTS]
 
 
@@ -157,9 +157,9 @@ def test_the_server_reports_its_configuration(ours: Answers, backend: str) -> No
         return
     assert ours.info["enable_lookahead_kv"] is True
     assert ours.info["attention_backend"] == "lookahead_kv"
-    assert ours.info["lookahead_kv_budget_tokens"] == 4000
+    assert ours.info["lookahead_kv_budget_tokens"] == 7200
     assert all(knob.name in ours.info for knob in KNOBS)
-    assert ours.info["internal_states"][0]["lookahead_kv"]["config"]["budget_tokens"] == 4000
+    assert ours.info["internal_states"][0]["lookahead_kv"]["config"]["budget_tokens"] == 7200
     assert ours.stats_status == 200
 
 
