@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from matplotlib.figure import Figure
-from scipy.stats import binomtest
 
 from benchmark import report
 from benchmark.quality.policies import DENSE
@@ -52,6 +52,12 @@ class Cell:
         return self.dense > KNOWN
 
 
+def sign_test(won: int, lost: int) -> float:
+    """Return the two-sided p-value of so many wins and losses, were both equally likely."""
+    tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1))
+    return min(1.0, 2 * tail / 2 ** (won + lost))
+
+
 def cells(answers: Sequence[Answer]) -> list[Cell]:
     """Worst first."""
     by_cell: dict[tuple[str, int, str, int, str], dict[int, float]] = defaultdict(dict)
@@ -66,7 +72,7 @@ def cells(answers: Sequence[Answer]) -> list[Cell]:
             continue
         differences = [sparse[n] - dense[n] for n in numbers]
         won, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-        p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
+        p = sign_test(won, lost)
         means = fmean(dense[n] for n in numbers), fmean(sparse[n] for n in numbers)
         found.append(Cell(policy, budget, task, context, reading, len(numbers), *means, won, lost, p))
     return sorted(found, key=lambda cell: cell.delta)
