@@ -36,9 +36,8 @@ def save(name: str, record: Mapping[str, Any], figure: Figure | None = None) -> 
     """
     RESULTS.mkdir(exist_ok=True)
     whole = {"command": command_line(), "machine": machine_facts(), **record}
-    text = re.sub(
-        r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(whole, indent=1, default=str)
-    )
+    lines = json.dumps(whole, indent=1, default=str)  # paths among the options
+    text = re.sub(r"\[[-+\d.,e\s]+\]", lambda numbers: " ".join(numbers[0].split()), lines)
     (RESULTS / f"{name}.json").write_text(text + "\n")
     if figure is not None:
         figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
@@ -54,8 +53,6 @@ def machine_facts() -> dict[str, str | int | None]:
     """Return processor, cores and threads, GPU or None, versions, and the git commit ("-dirty" with changes)."""
     cpuinfo = Path("/proc/cpuinfo")
     models = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
-    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False)
     return {
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),
         "cores": os.cpu_count(),
@@ -63,8 +60,14 @@ def machine_facts() -> dict[str, str | int | None]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit_of(RESULTS.parent),
     }
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the git commit that is checked out in a folder, with "-dirty" if it has changes; None without git."""
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

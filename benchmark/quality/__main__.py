@@ -21,16 +21,17 @@ import rich
 from transformers import AutoTokenizer
 
 from benchmark import report
-from benchmark.quality.documents import Author
+from benchmark.quality.documents import FILLER_TOKENS, Author
 from benchmark.quality.findings import cells, draw, show
 from benchmark.quality.policies import DENSE, NAMED, Policy, dense, lookahead
 from benchmark.quality.run import READINGS, Serving, Store, evaluate, key_of
 from benchmark.quality.tasks import TASKS
-from sglang_oasis.cache import cache_folder
+from sglang_oasis.cache import writable_folder
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.corpus import real_text_tokens
 
-FILLER_TOKENS = 110_000
+NEEDED_BYTES = 10**8
+"""For answers."""
 
 
 def filler(tokenizer: Any, files: Sequence[Path]) -> list[int]:
@@ -68,7 +69,7 @@ def main() -> None:
     model = (options.model or reference_model_path()).resolve()
     tokenizer = AutoTokenizer.from_pretrained(model)
     author = Author(tokenizer, filler(tokenizer, options.filler))
-    store = Store((options.work or cache_folder() / "quality") / f"{model.name}.jsonl")
+    store = Store((options.work or writable_folder("quality", NEEDED_BYTES)) / f"{model.name}.jsonl")
     asked = [
         (item, reading)
         for context in options.contexts

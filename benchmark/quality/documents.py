@@ -6,15 +6,16 @@ the server's prefix cache has it after the first.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from random import Random
 from typing import Any
 
-HOLE = "<hole>"
-"""Stands in a conversation for filler text."""
+from benchmark.holes import HOLE, fill_holes
+
 ASKED = "<asked>"
 """Stands in a conversation for the question."""
 
@@ -92,9 +93,16 @@ class Item:
     question: Sequence[int]
     asked: Question
 
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the tokens: what a server is given."""
+        return hashlib.sha256(repr(([*self.prefix], [*self.question], self.task.output)).encode()).hexdigest()
+
 
 TOKENS_PER_FACT = 200
 """A document has at most one fact in so many of its tokens."""
+FILLER_TOKENS = 110_000
+"""Of the Python language reference, the filler where nothing else is given; it has 113,000 of the reference model's."""
 QUESTION_ROOM = 320
 """Tokens that are enough for a question and its answer."""
 
@@ -135,20 +143,11 @@ class Author:
 
     def _filled(self, text: str, context: int, window: int, shares: Sequence[float] | None) -> list[int]:
         """The text as tokens; its holes are filled so that it has `context` tokens, less the room for a question."""
-        parts = [self._encode(part) for part in text.split(HOLE)]
-        room = context - self._room - sum(map(len, parts))
-        if room < 0:
-            raise ValueError(f"a document takes {context - room} tokens without its filler, more than {context}")
-        start = window * context % max(1, len(self._filler) - room)
-        if start + room > len(self._filler):
-            raise ValueError(f"the filler text has {len(self._filler)} tokens, {room} were asked for")
-        holes = len(parts) - 1
-        shares = shares or [1 / holes] * holes
-        edges = [start + round(room * sum(shares[:i])) for i in range(holes + 1)]
-        tokens = parts[0]
-        for (begin, end), part in zip(pairwise(edges), parts[1:], strict=True):
-            tokens = tokens + list(self._filler[begin:end]) + part
-        return tokens
+        size = context - self._room
+        start = window * context % max(1, len(self._filler) - size)
+        return fill_holes(
+            self._encode, text, size, lambda hole, begin, end: self._filler[start + begin : start + end], shares
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

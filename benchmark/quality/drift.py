@@ -19,16 +19,19 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from benchmark import report
-from benchmark.quality.documents import ASKED, HOLE, Author, Draft, Item, Question, Task
+from benchmark.holes import HOLE
+from benchmark.quality.documents import ASKED, FILLER_TOKENS, Author, Draft, Item, Question, Task
 from benchmark.quality.forcing import forcing
 from benchmark.quality.policies import NAMED, Policy, dense, lookahead
 from benchmark.quality.run import Serving
-from sglang_oasis.cache import cache_folder
+from sglang_oasis.cache import writable_folder
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server
 
 ASK = "Explain step by step, in as much detail as you can, what the text above says, and give examples of your own."
+NEEDED_BYTES = 10**10
+"""For log-probabilities: a document takes as many as steps times vocabulary, of two bytes each."""
 PARTS = 5
 """The answer is divided into so many parts, to compare its end with its beginning."""
 
@@ -141,11 +144,11 @@ def main() -> None:
     options = parser.parse_args()
     model = (options.model or reference_model_path()).resolve()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    author = Author(tokenizer, real_text_tokens(tokenizer, 110_000), options.steps + 64)
+    author = Author(tokenizer, real_text_tokens(tokenizer, FILLER_TOKENS), options.steps + 64)
     items = author.items(task(options.steps), options.context, options.documents)
     serving = Serving(model, options.dtype, 1, options.host_gb)
     chosen = [lookahead(name, budget, NAMED[name]) for name in options.policies for budget in options.budgets]
-    found = measure(serving, items, chosen, cache_folder() / "quality" / f"drift-{model.name}")
+    found = measure(serving, items, chosen, writable_folder("quality", NEEDED_BYTES) / f"drift-{model.name}")
     show(found)
     record = {"model": model.name, "options": vars(options), "drift": [asdict(drift) for drift in found]}
     report.save(options.name, record, draw(found, model.name))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +90,21 @@ def test_needles_of_one_text_share_their_prefix_deepest_first(author: Author) ->
 )
 def test_records_are_scored_by_their_fields(answer: str, score: float) -> None:
     assert score_record(answer, ("age=30", "city=Oslo")) == score
+
+
+def test_every_process_asks_the_same() -> None:
+    """Words of equal frequency once came in the order of a set, which each process has its own of."""
+    ask = """
+from random import Random
+from benchmark.quality.tasks.words import frequent
+print([frequent(Random(seed), 0, 1).questions[0].expected for seed in range(30)])
+"""
+    said = [
+        subprocess.check_output([sys.executable, "-c", ask], env=os.environ | {"PYTHONHASHSEED": seed}, text=True)
+        for seed in "123"
+    ]
+    assert said[0].count("(") == 30
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.mark.parametrize(("answer", "score"), [("It is All, id", 1.0), ("callable idle", 0.0), ("(all)", 0.5)])

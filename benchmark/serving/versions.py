@@ -130,8 +130,7 @@ def main() -> None:
         for what, ways in found.items()
     ]
     report.show_table("Two versions", ("", "before, s", "here, s", "ratio, lower", "median", "upper"), rows)
-    commit = subprocess.run(["git", "-C", before, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    report.save(options.name, {"options": vars(options) | {"before": commit.stdout.strip()}, **found})
+    report.save(options.name, {"options": vars(options) | {"before": report.commit_of(before)}, **found})
 
 
 if __name__ == "__main__":

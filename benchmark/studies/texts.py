@@ -11,10 +11,10 @@ import inspect
 import pydoc
 import random
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmark.holes import HOLE, fill_holes
 from sglang_oasis.testing.corpus import Tokenizer, real_text_tokens
 
 PACKAGE_MODULES = ("unittest.mock", "http.cookiejar", "urllib.request", "xml.dom.minidom")
@@ -29,8 +29,6 @@ NUMBERED = ("Oslo", "Lima", "Cairo", "Tokyo", "Paris", "Delhi", "Rome", "Quito",
 """The subjects of the needles."""
 HAYSTACKS_FROM = 40_000
 """Token of the language reference where the haystacks begin, behind the windows that are read as prose."""
-HOLE = "<hole>"
-"""Placeholder in a conversation for text that fills it up to the wanted length."""
 
 
 def prose(tokenizer: Tokenizer, windows: int, context: int) -> list[list[int]]:
@@ -120,17 +118,11 @@ def _filled(
 ) -> list[int]:
     """Return the conversation up to the answer, `context` tokens in all; the fillers share its holes evenly."""
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    parts = [tokenizer.encode(part) for part in prompt.split(HOLE)]
-    room = context - len(answer) - sum(map(len, parts))
-    if room < 0:
-        raise ValueError(f"the conversation has {context - room} tokens without what fills it, more than {context}")
-    tokens = parts[0]
-    edges = [room * i // len(fillers) for i in range(len(fillers) + 1)]
-    for filler, (start, end), part in zip(fillers, pairwise(edges), parts[1:], strict=True):
-        if len(filler) < end - start:
-            raise ValueError(f"a filler has {len(filler)} tokens, {end - start} were asked for")
-        tokens = tokens + filler[: end - start] + part
-    return tokens + answer
+
+    def cut(hole: int, start: int, end: int) -> list[int]:
+        return fillers[hole][: end - start]
+
+    return fill_holes(tokenizer.encode, prompt, context - len(answer), cut) + answer
 
 
 DECODED_TEXTS: Mapping[str, Callable[[Any, int, int, int], list[list[int]]]] = {

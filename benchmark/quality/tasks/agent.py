@@ -21,7 +21,8 @@ from pathlib import Path
 from random import Random
 from types import ModuleType
 
-from benchmark.quality.documents import ASKED, HOLE, Draft, Question, Task
+from benchmark.holes import HOLE
+from benchmark.quality.documents import ASKED, Draft, Question, Task
 
 QUESTIONS = 10
 PACKAGES: tuple[ModuleType, ...] = (

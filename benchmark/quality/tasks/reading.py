@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from random import Random
 
-from benchmark.quality.documents import ASKED, HOLE, Draft, Question, Task, report_with
+from benchmark.holes import HOLE
+from benchmark.quality.documents import ASKED, Draft, Question, Task, report_with
 from benchmark.quality.tasks.names import CITIES, JOBS, number, people
 
 QUESTIONS = 10

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import string
+from collections import Counter
 from itertools import product
 from random import Random
 
-from benchmark.quality.documents import ASKED, HOLE, Draft, Question, Task
+from benchmark.holes import HOLE
+from benchmark.quality.documents import ASKED, TOKENS_PER_FACT, Draft, Question, Task
 from benchmark.quality.tasks.names import ADJECTIVES, NOUNS
 
 COMMON, TIMES, RARE_TIMES = 10, 30, 3
@@ -22,7 +24,7 @@ def common(chance: Random, document: int, facts: int) -> Draft:
     """Ten words occur thirty times each, others three times."""
     words = [*ADJECTIVES, *NOUNS]
     chance.shuffle(words)
-    room = facts * 200 // TOKENS_PER_WORD
+    room = facts * TOKENS_PER_FACT // TOKENS_PER_WORD
     frequent = words[:COMMON]
     times = min(TIMES, room // (2 * COMMON))
     rare = words[COMMON : COMMON + max(0, room - times * COMMON) // RARE_TIMES]
@@ -41,13 +43,13 @@ def frequent(chance: Random, document: int, facts: int) -> Draft:
     """Made-up words by Zipf's law; the three most frequent are asked for."""
     syllables = [a + b for a, b in product(string.ascii_lowercase, "aeiou")]
     words = ["".join(chance.sample(syllables, 3)) for _ in range(60)]
-    room = facts * 200 // TOKENS_PER_WORD
+    room = facts * TOKENS_PER_FACT // TOKENS_PER_WORD
     listed = chance.choices(words, [rank**-2.0 for rank in range(1, len(words) + 1)], k=room)
-    counts = sorted(set(listed), key=listed.count, reverse=True)
+    most = Counter(listed).most_common(3)
     question = Question(
         "What are the three most frequently appearing coded words in the text above?",
         "The three most frequently appearing coded words are:",
-        tuple(counts[:3]),
+        tuple(word for word, _ in most),
     )
     return Draft(
         _message("Read the following coded text and track the frequency of each word.", " ".join(listed)), [question]
