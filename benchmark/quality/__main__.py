@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS), help="of the question")
     parser.add_argument("--items", type=int, default=100, help="per task and context")
     parser.add_argument("--concurrency", type=int, default=4, help="documents at a time")
-    parser.add_argument("--host-gb", type=float, default=4.0, help="host pool of lookahead KV")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--filler", type=Path, nargs="+", default=[], help="texts (default: Python's reference)")
     parser.add_argument("--work", type=Path, help="folder for the answers (default: in the cache)")
@@ -77,7 +76,7 @@ def main() -> None:
         for item in author.items(TASKS[name], context, options.items)
         for reading in options.readings
     ]
-    serving = Serving(model, options.dtype, options.concurrency, options.host_gb)
+    serving = Serving(model, options.dtype, options.concurrency)
     chosen = policies(options)
     for policy in chosen:
         evaluate(serving, tokenizer, policy, asked, store)

@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024], help="tokens")
     parser.add_argument("--policies", nargs="+", choices=NAMED, default=["lookahead"])
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--host-gb", type=float, default=4.0, help="host pool of lookahead KV")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="quality_drift", help="name of the files under benchmark/results")
     options = parser.parse_args()
@@ -146,7 +145,7 @@ def main() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     author = Author(tokenizer, real_text_tokens(tokenizer, FILLER_TOKENS), options.steps + 64)
     items = author.items(task(options.steps), options.context, options.documents)
-    serving = Serving(model, options.dtype, 1, options.host_gb)
+    serving = Serving(model, options.dtype, 1)
     chosen = [lookahead(name, budget, NAMED[name]) for name in options.policies for budget in options.budgets]
     found = measure(serving, items, chosen, writable_folder("quality", NEEDED_BYTES) / f"drift-{model.name}")
     show(found)

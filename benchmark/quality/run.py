@@ -99,21 +99,20 @@ class Serving:
         model: folder of the model.
         dtype: of the computation.
         concurrency: documents that are asked about at a time.
-        host_gb: of the host pool.
     """
 
     model: Path
     dtype: str
     concurrency: int
-    host_gb: float
 
     @contextlib.contextmanager
     def server(self, policy: Policy, context: int) -> Iterator[Server]:
-        pool = ("--lookahead-kv-host-gb", str(self.host_gb)) if policy.budget else ()
+        tokens = 2 * self.concurrency * context  # so that the documents at hand stay in the prefix cache
         flags = (
             *("--dtype", self.dtype, "--context-length", str(context), "--chunked-prefill-size", str(CHUNK)),
             "--disable-overlap-schedule",  # `ForcedTokens` must see a request as it is in the step at hand
-            *("--max-running-requests", str(self.concurrency), "--enable-custom-logit-processor", *pool),
+            *("--max-running-requests", str(self.concurrency), "--enable-custom-logit-processor"),
+            *("--max-total-tokens", str(tokens)),
         )
         with launch_server(*policy.flags, *flags, model=self.model) as server:
             yield server

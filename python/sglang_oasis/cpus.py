@@ -1,16 +1,33 @@
-"""How many CPUs this process may use, inside a container or not."""
+"""How many CPUs this process may use, inside a container or not, and what they can do."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from pathlib import Path
 
+import torch
+
 from sglang_oasis import cgroup
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def allowed_cpus() -> int:
     """Number of CPUs that this process may run on, after a container's `--cpuset-cpus`."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def instruction_sets(cpuinfo: Path = CPUINFO) -> str:
+    """Name of what compiled code may rely on: torch's own choice, and a digest of all that the CPU has.
+
+    Equal names mean that code compiled by torch for one CPU runs on the other, such as "AVX512-0f3c21aa".
+    """
+    has = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    words = sorted(has[1].split()) if has else []
+    digest = hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
+    return f"{torch.backends.cpu.get_cpu_capability()}-{digest}".replace(" ", "-")
 
 
 def usable_cpus(proc: Path = cgroup.PROC_SELF) -> int:

@@ -51,4 +51,5 @@ def test_without_the_package_it_is_refused_and_on_a_device_with_the_reason(insta
     (absent,) = resolved(command)
     assert_refused(absent, "--lookahead-kv-selector must be one of midrange, minmax, got midpoint.")
     (refused,) = resolved(command, PYTHONPATH=installed, SGLANG_OASIS_DEVICE_PATH="1")
-    assert_refused(refused, "--lookahead-kv-selector midpoint on a CUDA device yet: its kernels compute bounds only")
+    reason = "use minmax or midrange, because its kernels compute bounds only."
+    assert_refused(refused, f"--lookahead-kv-selector midpoint on a CUDA device yet: {reason}")

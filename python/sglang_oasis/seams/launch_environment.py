@@ -1,6 +1,7 @@
-"""What a launch needs from the machine: a free port, a complete model folder, threads that share the cores.
+"""What a launch needs from the machine: a port, a whole model folder, threads that share the cores, code for its CPU.
 
-Read from sglang 0.5.23: `utils/numa_utils.init_threads_binding` (SGLANG_CPU_OMP_THREADS_BIND).
+Read from sglang 0.5.23: `utils/numa_utils.init_threads_binding` (SGLANG_CPU_OMP_THREADS_BIND),
+`environ.third_party_cache_defaults` (TORCHINDUCTOR_CACHE_DIR, which SGLang sets when it is imported).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_oasis.cpus import allowed_cpus, usable_cpus
+from sglang_oasis.cpus import allowed_cpus, instruction_sets, usable_cpus
 from sglang_oasis.errors import LookaheadKVError
 
 _HIGHEST_PORT = 65535
@@ -32,6 +33,22 @@ def share_the_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (threads := usable_cpus()) < allowed_cpus():
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def cache_compiled_code_by_cpu() -> None:
+    """Give torch's compiler a cache folder for this kind of CPU, unless the user has chosen a folder.
+
+    torch 2.13 finds a compiled graph without looking at the CPU, and compiles the source that it finds there for the
+    CPU at hand. Loops that were written for vectors of AVX2 then write beyond their arrays with AVX-512: a server with
+    EAGLE-3, some of whose functions SGLang compiles, ends with "malloc_consolidate(): invalid chunk size" when its home
+    was used on another kind of CPU before.
+    """
+    from sglang.srt.environ import third_party_cache_defaults
+
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    default = third_party_cache_defaults()[variable]
+    if os.environ.get(variable, default) == default:
+        os.environ[variable] = f"{default}-{instruction_sets()}"
 
 
 def ranks_per_host(server_args: Any) -> int:

@@ -22,6 +22,7 @@ from sglang_oasis.ops import device_step
 from sglang_oasis.seams import dtypes
 from sglang_oasis.seams.flags import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 from sglang_oasis.seams.launch_environment import (
+    cache_compiled_code_by_cpu,
     check_model_folder,
     divide_cores,
     ranks_per_host,
@@ -166,6 +167,7 @@ def check_after_resolution(server_args: Any) -> None:
     if view.device == "cpu":
         divide_cores(ranks_per_host(server_args))
         share_the_cores()
+        cache_compiled_code_by_cpu()
         native.prepare()  # here, where the user sees the messages, and not in every rank
 
 

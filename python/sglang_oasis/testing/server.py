@@ -26,6 +26,8 @@ REQUEST_TIMEOUT = 60.0
 PASSIVE_WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Also for stock servers, because spinning OpenMP threads block each other if another process needs the cores."""
 
+LIMITS_OF_THE_POOL = ("--max-total-tokens", "--lookahead-kv-host-gb")
+
 
 class Server:
     """A running SGLang server.
@@ -115,7 +117,12 @@ def launch_server(
         env: environment variables in addition to those of this module.
         model: folder of the model; None for the reference model.
         ordinary: start the server as a user does, instead of forking it from a template.
+
+    Raises:
+        ValueError: nothing limits the server's KV pool, so it would take the memory that other servers count on.
     """
+    if not set(LIMITS_OF_THE_POOL) & set(flags):
+        raise ValueError(f"a server needs one of {', '.join(LIMITS_OF_THE_POOL)}, got {' '.join(flags)}.")
     port = reserve_port()
     argv = server_command(*flags, model=model, port=port)
     environment = {**PASSIVE_WAITING, **os.environ, **(env or {})}

@@ -1,13 +1,19 @@
-"""Ranks that are more than NUMA nodes get cores of their own; what a user has set stays."""
+"""Ranks that are more than NUMA nodes get cores of their own, kinds of CPUs caches; what a user has set stays."""
 
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
+import torch
+from sglang.srt.environ import third_party_cache_defaults
 from sglang.srt.utils import numa_utils
 
-from sglang_oasis.seams.launch_environment import divide_cores
+from sglang_oasis.cpus import instruction_sets
+from sglang_oasis.seams import launch_environment
+from sglang_oasis.seams.launch_environment import cache_compiled_code_by_cpu, divide_cores
 
 VARIABLES = ("SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
 
@@ -42,3 +48,32 @@ def test_one_rank_per_node_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(numa_utils, "get_cpu_ids_by_node", lambda: ["0-7", "8-15"])
     divide_cores(2)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+CPUINFO = "processor\t: 0\nflags\t\t: fpu sse2 avx2{more}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+
+
+def test_compiled_code_is_kept_by_what_the_cpu_can_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    default = third_party_cache_defaults()["TORCHINDUCTOR_CACHE_DIR"]
+    folders = set()
+    for capability, more in (("AVX2", ""), ("AVX512", ""), ("AVX512", " amx_tile")):
+        cpuinfo = tmp_path / "cpuinfo"
+        cpuinfo.write_text(CPUINFO.format(more=more))
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        monkeypatch.setattr(launch_environment, "instruction_sets", lambda: instruction_sets(cpuinfo))  # noqa: B023
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default)
+        cache_compiled_code_by_cpu()
+        cache_compiled_code_by_cpu()  # an Engine after another
+        folders.add(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert len(folders) == 3
+    assert all(re.fullmatch(rf"{re.escape(default)}-AVX\d+-[0-9a-f]{{8}}", folder) for folder in folders)
+
+
+def test_a_users_folder_for_compiled_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    cache_compiled_code_by_cpu()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
+def test_a_machine_without_cpuinfo_has_a_name(tmp_path: Path) -> None:
+    assert instruction_sets(tmp_path / "missing").startswith(torch.backends.cpu.get_cpu_capability())
