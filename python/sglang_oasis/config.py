@@ -10,7 +10,7 @@ from sglang_oasis.errors import LookaheadKVError
 
 SUPPORTED_BLOCK_SIZES = (8, 16, 32)
 DEFAULT_BLOCK_SIZE = 16
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,13 @@ KNOBS: tuple[Knob, ...] = (
         ("bf16", "int8", "int4"),
     ),
     Knob(
+        "lookahead_kv_calibration",
+        NONE,
+        str,
+        "Statistics of the model's keys, to which summaries are relative: a file that python -m sglang_oasis.calibrate "
+        "wrote, auto = the model's file in the cache, if there is one, or none.",
+    ),
+    Knob(
         "lookahead_kv_host_gb",
         AUTO,
         _number_or_auto,
@@ -163,6 +170,7 @@ class LookaheadKVConfig:
         miss_policy: DROP, FETCH or AUTO.
         selector: name of a registered selector.
         summary_dtype: "bf16", "int8" or "int4".
+        calibration: file of the model's calibration, AUTO for the one in the cache, NONE for none.
         host_gb: L2 bytes per rank / 10^9, None = automatic.
         device_gb: L1 bytes per rank / 10^9, None = automatic.
         dense_layers: layer ids that keep every block on the device.
@@ -181,6 +189,7 @@ class LookaheadKVConfig:
     miss_policy: str
     selector: str
     summary_dtype: str
+    calibration: str
     host_gb: float | None
     device_gb: float | None
     dense_layers: tuple[int, ...]
@@ -233,6 +242,7 @@ class LookaheadKVConfig:
             miss_policy=value["lookahead_kv_miss_policy"],
             selector=value["lookahead_kv_selector"],
             summary_dtype=value["lookahead_kv_summary_dtype"],
+            calibration=_file(value, "lookahead_kv_calibration"),
             host_gb=_gigabytes(value, "lookahead_kv_host_gb"),
             device_gb=_gigabytes(value, "lookahead_kv_device_gb"),
             dense_layers=_layer_ids(value, "lookahead_kv_dense_layers"),
@@ -246,7 +256,15 @@ class LookaheadKVConfig:
     def of_draft_model(self) -> LookaheadKVConfig:
         """The configuration for a draft model's tiers, which affect how many drafts are accepted, not the answers."""
         ratio = DEFAULT_FETCH_RATIO if self.fetch_ratio is None else self.fetch_ratio
-        return replace(self, miss_policy=DROP, source=LAST_QUERY, dense_layers=(), audit_interval=0, fetch_ratio=ratio)
+        return replace(
+            self,
+            miss_policy=DROP,
+            source=LAST_QUERY,
+            dense_layers=(),
+            audit_interval=0,
+            fetch_ratio=ratio,
+            calibration=NONE,
+        )
 
     def check_layers(self, num_layers: int) -> None:
         """Raise LookaheadKVError when a dense layer does not exist in a model of `num_layers` layers."""
@@ -286,6 +304,12 @@ def _source(asked: str, speculation: Speculation) -> str:
             f"one of the two."
         )
     return available if asked == AUTO else asked
+
+
+def _file(value: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value[name], str) or not value[name]:
+        _refuse(name, value[name], "a file, 'auto' or 'none'")
+    return value[name]
 
 
 def _int(value: Mapping[str, Any], name: str, least: int, wanted: str) -> int:

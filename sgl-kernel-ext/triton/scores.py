@@ -57,6 +57,7 @@ def project(
 def estimate(
     queries,
     summaries,
+    scaling,
     rows,
     candidates,
     estimates,
@@ -96,8 +97,15 @@ def estimate(
     block = tile * TILE + tl.arange(0, TILE)
     present = block < count
     record = summaries + ((tl.load(rows + i) * H + head) * logical + block) * REC
+    low_range, high_range = tl.abs(low), tl.abs(high)
+    if scaling is not None:
+        at, there = scaling + head * 5 * D + d[:, None], (d < D // 2)[:, None]
+        low = (low * tl.load(at + 3 * D, mask=there, other=0.0)).to(COMPUTE)
+        high = (high * tl.load(at + 3 * D + D // 2, mask=there, other=0.0)).to(COMPUTE)
+        low_range = (low_range * tl.load(at + 4 * D, mask=there, other=0.0)).to(COMPUTE)
+        high_range = (high_range * tl.load(at + 4 * D + D // 2, mask=there, other=0.0)).to(COMPUTE)
     middle = project(record, present, low, high, 0, D, HALF, BITS, COMPUTE)
-    around = project(record, present, tl.abs(low), tl.abs(high), 1, D, HALF, BITS, COMPUTE)
+    around = project(record, present, low_range, high_range, 1, D, HALF, BITS, COMPUTE)
     found = (middle + tightness * around) * scale
 
     at = i.to(tl.int64) * H + head

@@ -15,13 +15,22 @@ ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def bounds(keys, offset: tl.constexpr, D: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr):
-    """Midpoints and half ranges [HALF] of the coordinates from `offset` on, of a block's keys [B, D]."""
+def bounds(keys, scaling, offset: tl.constexpr, D: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr):
+    """Midpoints and half ranges [HALF] of the coordinates from `offset` on, of a block's keys [B, D].
+
+    Relative to the head's `scaling` [5, D], if there is one.
+    """
     d = tl.arange(0, HALF)
     token = tl.arange(0, B)[:, None]
     found = tl.load(keys + token * D + offset + d[None, :], mask=(d < D // 2)[None, :], other=0.0).to(tl.float32)
     low, high = tl.min(found, 0), tl.max(found, 0)
-    return (low + high) * 0.5, (high - low) * 0.5
+    middle, around = (low + high) * 0.5, (high - low) * 0.5
+    if scaling is not None:
+        at = scaling + offset + d
+        present = d < D // 2
+        middle = (middle - tl.load(at, mask=present, other=0.0)) * tl.load(at + D, mask=present, other=0.0)
+        around *= tl.load(at + 2 * D, mask=present, other=0.0)
+    return middle, around
 
 
 @triton.jit
@@ -58,11 +67,11 @@ def store_vector(record, low, high, WHICH: tl.constexpr, D: tl.constexpr, HALF: 
 
 @triton.jit
 def summarise(
-    keys, record, row_record, in_row, D: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
+    keys, scaling, record, row_record, in_row, D: tl.constexpr, B: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr
 ):
     """Summarise a block's keys [B, D] into `record`, and into `row_record` where `in_row`."""
-    low_middle, low_range = bounds(keys, 0, D, B, HALF)
-    high_middle, high_range = bounds(keys, D // 2, D, B, HALF)
+    low_middle, low_range = bounds(keys, scaling, 0, D, B, HALF)
+    high_middle, high_range = bounds(keys, scaling, D // 2, D, B, HALF)
     store_vector(record, low_middle, high_middle, 0, D, HALF, BITS)
     store_vector(record, low_range, high_range, 1, D, HALF, BITS)
     if in_row:
@@ -73,6 +82,7 @@ def summarise(
 @triton.jit
 def summarise_blocks(
     kv,
+    scaling,
     sources,
     records,
     targets,
@@ -88,4 +98,8 @@ def summarise_blocks(
     source = tl.load(sources + i)
     if source >= 0:
         record = records + (tl.load(targets + i) * H + head) * REC
-        summarise(kv + (source * H + head) * (2 * B * D), record, record, False, D, B, HALF, BITS)
+        keys = kv + (source * H + head) * (2 * B * D)
+        if scaling is None:
+            summarise(keys, None, record, record, False, D, B, HALF, BITS)
+        else:
+            summarise(keys, scaling + head * 5 * D, record, record, False, D, B, HALF, BITS)

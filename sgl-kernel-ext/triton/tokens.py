@@ -17,6 +17,7 @@ def take_tokens(
     summaries,
     host_kv,
     host_summaries,
+    scaling,
     req_to_token,
     rows,
     lengths,
@@ -86,6 +87,7 @@ def take_tokens(
             page = (tl.load(req_to_token + row * context + block * B) // B).to(tl.int64)
             summarise(
                 resident + (K + block % R) * CHUNK,
+                None if scaling is None else scaling + head * 5 * D,
                 host_summaries + (page * H + head) * REC,
                 summaries + (at * logical + block) * REC,
                 which == 0,

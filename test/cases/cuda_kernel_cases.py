@@ -12,7 +12,7 @@ from sglang_oasis.ops.device_step import Admitting, Among, DeviceAdmissions, Lay
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, select_blocks
 from sglang_oasis.ops.smoothing import ESCAPE, UNKNOWN, smooth_scores
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, SummaryFormat, block_scores, summarise
-from test.cases.kernel_cases import generator, occupied_maps
+from test.cases.kernel_cases import fitted, generator, occupied_maps, records_of
 from test.cases.places import CPU, Place
 
 NUMBER = 20
@@ -142,6 +142,7 @@ def random_selection(
     candidates = torch.cat([candidates, candidates.new_zeros(padding)])
     queries = torch.randn(len(rows), num_queries, kv_heads * group, head_dim, generator=rng).to(dtype)
     keys = torch.randn(4, kv_heads, logical, 8, head_dim, generator=rng)
+    fmt = fitted(fmt, kv_heads, head_dim, rng)
     averages = None
     if smoothed:
         averages = torch.rand(4, kv_heads, logical, generator=rng) / logical
@@ -152,7 +153,7 @@ def random_selection(
         averages = None if averages is None else averages[..., kind]
     case = Selection(
         queries,
-        summarise(keys, fmt),
+        records_of(keys, fmt),
         fmt,
         rows,
         candidates,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sglang_oasis.ops.device_step import DeviceAdmissions, LayerState, NewTokens, StepTable
 from sglang_oasis.ops.eviction import Maps
-from sglang_oasis.ops.summary import SummaryFormat, summarise
-from test.cases.kernel_cases import DTYPES, occupied_maps
+from sglang_oasis.ops.summary import SummaryFormat
+from test.cases.kernel_cases import DTYPES, occupied_maps, records_of
 from test.cases.places import Place
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -115,7 +115,7 @@ def fill_summaries(layer: Layer, counts: Tensor, fmt: SummaryFormat, rng: torch.
     layer.summaries.fill_(255)
     for row, count in enumerate(counts.tolist(), 1):
         keys = torch.randn((layer.summaries.shape[1], count, size, dim), generator=rng)
-        layer.summaries[row, :, :count] = summarise(keys, fmt)
+        layer.summaries[row, :, :count] = records_of(keys, fmt)
 
 
 def entries(live: int, padding: int, rng: torch.Generator) -> Tensor:

@@ -300,13 +300,14 @@ class RecordedKernels:
         return True
 
     def fused_select(self, *arguments: Any) -> None:
-        queries, summaries, _, rows, candidates, head_map, last_selected, slot_of, averages, *others = arguments
-        tensors = [each for each in others if isinstance(each, Tensor)]
+        queries, summaries, _, scaling, rows, candidates, *maps, averages = arguments[:10]
+        head_map, last_selected, slot_of = maps
+        tensors = [each for each in arguments[10:] if isinstance(each, Tensor)]
         number, cap, admitted, slots, counters, scratch = tensors
         assert queries.is_contiguous()
         self._launch(
             "fused_select",
-            [queries, summaries, rows, candidates, head_map, slot_of, number, cap],
+            [queries, summaries, scaling, rows, candidates, head_map, slot_of, number, cap],
             [last_selected, averages, admitted, slots, counters, scratch],
         )
 

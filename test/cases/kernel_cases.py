@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from sglang_oasis.ops.eviction import Maps
-from sglang_oasis.ops.summary import SUMMARY_FORMATS
+from sglang_oasis.ops.summary import SUMMARY_FORMATS, KeyStatistics, SummaryFormat, summarise
 
 EXAMPLES = int(os.environ.get("OASIS_KERNEL_EXAMPLES", "100"))
 THREADS = 3
@@ -29,6 +31,19 @@ HEAD_DIMS = st.integers(1, 16).map(lambda n: 16 * n)
 BLOCK_SIZES = st.sampled_from([8, 16, 32])
 SEEDS = st.integers(0, 10_000)
 FORMATS = pytest.mark.parametrize("fmt", SUMMARY_FORMATS.values(), ids=SUMMARY_FORMATS)
+
+
+def fitted(fmt: SummaryFormat, heads: int, head_dim: int, rng: torch.Generator) -> SummaryFormat:
+    """The format as it is, or relative to random statistics of keys, one of the two by chance."""
+    zero, spread, reach = torch.randn(3, heads, head_dim, generator=rng)
+    if zero[0, 0] < 0:
+        return fmt
+    return replace(fmt, scaling=KeyStatistics(zero, spread.abs(), reach.abs()).packed(0.7))
+
+
+def records_of(keys: Tensor, fmt: SummaryFormat) -> Tensor:
+    """Summaries of keys [..., H, N, B, D]: [..., H, N, R]."""
+    return summarise(keys.transpose(-3, -4), fmt).transpose(-2, -3).contiguous()
 
 
 def generator(seed: int) -> torch.Generator:

@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from sglang_oasis.ops.summary import KeyStatistics
 from sglang_oasis.reference_model import reference_model_path
 from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.selection import membership, selection_is_top_k, top_k
 from sglang_oasis.testing.server import launch_server
 from sglang_oasis.testing.sparse_reference import Decoded, PrefilledPrompt, SparseReference
 from sglang_oasis.testing.trace import StepSelection, load_trace
+from sglang_oasis.tier.calibration import Calibration, model_hash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -51,8 +53,9 @@ POLICIES = {
 }
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "fetch": ("fetch", {}),
+    "fetch-calibrated": ("fetch", {}),
     "drop": ("drop", {}),
-    "drop-as-a-device-does": ("drop", {"SGLANG_OASIS_DEVICE_PATH": "1"}),
+    "drop-as-a-device-does-calibrated": ("drop", {"SGLANG_OASIS_DEVICE_PATH": "1"}),
 }
 
 
@@ -88,16 +91,30 @@ def prompt_ids() -> list[int]:
     return real_text_tokens(AutoTokenizer.from_pretrained(reference_model_path()), PROMPT_TOKENS)
 
 
+def any_calibration(file: Path) -> Path:
+    """Random statistics: bounds are the same whatever they are relative to, but for their rounding."""
+    config, rng = AutoConfig.from_pretrained(reference_model_path()), torch.Generator().manual_seed(0)
+    shape = 3, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    layers = [KeyStatistics(*torch.rand(shape, generator=rng) + 0.5) for _ in range(config.num_hidden_layers)]
+    key = model_hash(reference_model_path())
+    Calibration(key, BLOCK_SIZE, layers, torch.ones(len(layers)), 0.0, 0.0, 0, 0).save(file)
+    return file
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """The server is gone when this returns: it would compete with the reference for the cores."""
     policy, environment = WAYS[request.param]
     trace: Path = tmp_path_factory.mktemp(f"trace_{policy}")
+    calibration = "none"
+    if request.param.endswith("calibrated"):
+        calibration = str(any_calibration(tmp_path_factory.mktemp("calibration") / "any.safetensors"))
     flags = (
         *("--enable-lookahead-kv", "--dtype", "float32"),
         *("--lookahead-kv-budget-tokens", str(BUDGET_TOKENS), "--lookahead-kv-source", "last-query"),
         *("--lookahead-kv-selector", "minmax", "--lookahead-kv-summary-dtype", "bf16"),
         *("--lookahead-kv-sink-tokens", "0", "--lookahead-kv-host-gb", "1.5", "--lookahead-kv-device-gb", "1.5"),
+        *("--lookahead-kv-calibration", calibration),
         *POLICIES[policy],
     )
     with launch_server(*flags, env={"SGLANG_OASIS_TRACE_DIR": str(trace), **environment}) as server:

@@ -67,6 +67,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("lookahead_kv_dense_layers", "first"),
     ("lookahead_kv_summary_dtype", "fp8"),
     ("lookahead_kv_summary_dtype", 4),
+    ("lookahead_kv_calibration", ""),
+    ("lookahead_kv_calibration", True),
     ("lookahead_kv_dense_layers", "1.5"),
     ("lookahead_kv_dense_layers", "²"),
     ("lookahead_kv_dense_layers", [-1]),

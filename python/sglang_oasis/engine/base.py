@@ -79,6 +79,7 @@ class Snapshot:
         counters, pipeline: counts since start-up.
         fetch_cap: most blocks fetched ahead per KV head, layer and step.
         step_seconds: where the time of decode steps goes.
+        calibrated: whether summaries are relative to the model's calibration.
         recall: results of the audits, None without audits.
     """
 
@@ -97,6 +98,7 @@ class Snapshot:
     pipeline: PipelineStatistics
     fetch_cap: int
     step_seconds: dict[str, float]
+    calibrated: bool
     recall: dict[str, Any] | None
 
 
@@ -337,6 +339,7 @@ class Engine(ABC):
             pipeline=pipeline,
             fetch_cap=fetch_cap,
             step_seconds=dict(self.clock.seconds),
+            calibrated=any(fmt.scaling is not None for fmt in self.host.formats),
             staging_bytes=staging_bytes,
             cached_tokens=cached_tokens,
             recall=recall,

@@ -102,14 +102,16 @@ class DeviceEngine(Engine):
             )
             for each, host_kv, host_summaries in zip(self.tier.layers, setup.host.kv, setup.host.summaries, strict=True)
         ]
-        fmt, sinks = layout.summary_format, layout.sink_blocks
-        self._ranking = Ranking(fmt, self._scale, selector.tightness, config.smoothing, sinks)
+        self._formats = [fmt.to(device.device) for fmt in setup.host.formats]
+        self._rankings = [
+            Ranking(fmt, self._scale, selector.tightness, config.smoothing, layout.sink_blocks) for fmt in self._formats
+        ]
         shape = (self.max_entries, max(self._lookahead_queries.values()), device.query_heads, layout.head_dim)
         queries = {
             layer: torch.zeros(shape, dtype=device.query_dtype, device=device.device) for layer in sorted(self._sparse)
         }
         cap = self.cap.blocks(min(layout.selected_blocks))
-        self.pipeline = DevicePipeline(self.tier, self._states, self._ranking, cap, self.tables[0], queries, streams)
+        self.pipeline = DevicePipeline(self.tier, self._states, self._rankings, cap, self.tables[0], queries, streams)
         self.staging = PrefillStaging(
             layout, setup.host.kv, max_pages=layout.max_blocks,
             cache_places=PageCache.places_in(layout, device.cache_bytes), device=device.device, streams=streams,
@@ -133,7 +135,7 @@ class DeviceEngine(Engine):
         return PrefillForward(rows)
 
     def prefill_layer(self, forward: PrefillForward, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        fmt = self.layout.summary_format
+        fmt = self._formats[layer]
         out = torch.zeros_like(query)  # padding tokens of a graph must not bring NaN into the next op
         for group, kv in self.staging.layer(layer, key, value):
             summarise_blocks(kv, group.completed_places, self.host.summaries[layer], group.completed_pages, fmt)
@@ -152,13 +154,13 @@ class DeviceEngine(Engine):
         places = first_place + torch.arange(window.open_block + 1, device=device)
         complete = window.complete_blocks
         records = resident.summaries.new_empty((complete, layout.kv_heads, layout.summary_bytes))
-        summarise_blocks(kv, places[:complete], records, places[:complete] - first_place, layout.summary_format)
+        summarise_blocks(kv, places[:complete], records, places[:complete] - first_place, self._formats[layer])
         resident.summaries[row, :, :complete] = records.transpose(0, 1)
 
         def rank(candidates: int) -> Tensor:
             among = torch.full((1,), candidates, dtype=torch.int32, device=device)
             whose = torch.full((1,), row, dtype=torch.int64, device=device)
-            return score_blocks(queries[None], resident.summaries, Among(whose, among), self._ranking)[0]
+            return score_blocks(queries[None], resident.summaries, Among(whose, among), self._rankings[layer])[0]
 
         self.counters.blocks_built += build_row(resident, layout, row, window, kv, places, rank)
 
@@ -217,7 +219,7 @@ class DeviceEngine(Engine):
     def _prepare(self, forward: DecodeForward, number: int, layer: int, query: Tensor, new: NewTokens) -> None:
         table = first_entries(self.tables[number].current, forward.entries)
         new = new._replace(indices=new.indices.contiguous())
-        take_tokens(self._states[layer], table, new, self.layout.summary_format)
+        take_tokens(self._states[layer], table, new, self._formats[layer])
         if self._fetches and layer in self._sparse:
             self.pipeline.fetch_now(layer, table, query.unflatten(0, (forward.entries, -1)))
 

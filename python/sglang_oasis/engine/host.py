@@ -182,7 +182,7 @@ class HostEngine(Engine):
         def rank(candidates: int) -> Tensor:
             records = resident.summaries[row, None, :, :complete]
             among, scale = torch.tensor([candidates]), self.scales[layer]
-            fmt, sinks = layout.summary_format, layout.sink_blocks
+            fmt, sinks = self.host.formats[layer], layout.sink_blocks
             return rank_blocks(self._selector, queries[None], records, fmt, among, scale, sinks)[0]
 
         self.counters.blocks_built += build_row(resident, layout, row, window, self.host.kv[layer], pages, rank)

@@ -36,6 +36,8 @@ def start_up_summary(snapshot: Snapshot, compute_dtype: torch.dtype) -> str:
         f"source {config.source}, miss policy {config.miss_policy}, selector {config.selector}, "
         f"smoothing {config.smoothing}",
     ]
+    relative = "relative to the model's calibration" if snapshot.calibrated else "not calibrated"
+    lines.append(f"  summaries        {config.summary_dtype}, {relative}")
     if snapshot.staging_bytes:
         staged, cached = _gb(snapshot.staging_bytes), snapshot.cached_tokens
         lines.append(f"  prefill          {staged}: two staging buffers and a cache of {cached} tokens")
@@ -72,6 +74,7 @@ def statistics(snapshot: Snapshot, capacity: int, free: int) -> dict[str, Any]:
         },
         "seconds": {**pipeline.seconds, "stall": pipeline.stall_seconds},
         "step_seconds": snapshot.step_seconds,
+        "calibrated": snapshot.calibrated,
         "recall": snapshot.recall,
     }
 

@@ -20,6 +20,7 @@ from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
 from sglang_oasis.lookahead.sources import SOURCES
 from sglang_oasis.ops import device_step
 from sglang_oasis.seams import dtypes
+from sglang_oasis.seams.calibration import calibration_of
 from sglang_oasis.seams.flags import EAGLE3, NGRAM, algorithm_of, config_of, enabled
 from sglang_oasis.seams.launch_environment import (
     cache_compiled_code_by_cpu,
@@ -160,6 +161,7 @@ def check_after_resolution(server_args: Any) -> None:
         if view.device != "cpu" or DebugEnv.read().device_path:
             check_device(server_args, model_config_of(server_args), view)
         _check_memory(server_args, model_config_of(server_args), view)
+        calibration_of(config_of(server_args, view.page_size), model_config_of(server_args), view.tp_size)
     elif view.device != "cpu":
         raise LookaheadKVError(
             f"--attention-backend {DENSE_BACKEND_NAME} runs on CPUs only, not on {view.device}: remove the flag."

@@ -6,6 +6,7 @@ stock pool's buffers; a new one upstream would find no `k_buffer` of the stock s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +24,12 @@ class HostKVPool(MHATokenToKVPool):
     Attributes:
         host: the pool of record.
         summary_format: how the pool summarises completed pages, None for no summaries.
+        scalings: what the summaries of each layer are relative to, None for nothing.
     """
 
     host: HostPool
     summary_format: SummaryFormat | None = None
+    scalings: Sequence[Tensor] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The tiled device copy assumes token rows on the device; this layout label avoids SGLang's HND branches.
@@ -43,6 +46,7 @@ class HostKVPool(MHATokenToKVPool):
             head_dim=self.head_dim,
             dtype=self.store_dtype,
             summary_format=self.summary_format,
+            scalings=self.scalings,
             allocate=pinned_allocator(device) if device.type == "cuda" else pageable,
         )
         # Views [pages, H, B, D], for generic code that inspects the buffers and expects tensors.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ class HostPool:
     Args:
         num_pages, num_layers, kv_heads, block_size, head_dim, dtype: shape and element type of the pages.
         summary_format: how completed pages are summarised, None for no summaries.
+        scalings: per layer [H, 5, D], what its summaries are relative to, see `KeyStatistics.packed`; None for nothing.
         allocate: allocates the memory; a CUDA device needs pinned memory (`tier/host_memory/pinned.py`).
 
     Attributes:
         kv: per layer [N_pages, H, 2, B, D]; K and V of one (page, head) are one contiguous chunk.
         summaries: per layer [N_pages, H, R] uint8, valid for completed pages only; empty without `summary_format`.
+        formats: per layer, how its pages are summarised; empty without `summary_format`.
     """
 
     def __init__(
@@ -42,15 +45,17 @@ class HostPool:
         head_dim: int,
         dtype: torch.dtype,
         summary_format: SummaryFormat | None,
+        scalings: Sequence[Tensor | None] | None = None,
         allocate: Allocate = pageable,
     ) -> None:
         self.num_pages = num_pages
         self.block_size = block_size
-        self.summary_format = summary_format
+        formats = [summary_format] * num_layers if summary_format else []
+        fitted = scalings or [None] * len(formats)
+        self.formats = [replace(fmt, scaling=scaling) for fmt, scaling in zip(formats, fitted, strict=True)]
         self.kv = [allocate((num_pages, kv_heads, 2, block_size, head_dim), dtype) for _ in range(num_layers)]
-        records = summary_format.record_bytes(head_dim) if summary_format else 0
         self.summaries = [
-            allocate((num_pages, kv_heads, records), torch.uint8) for _ in range(num_layers if records else 0)
+            allocate((num_pages, kv_heads, fmt.record_bytes(head_dim)), torch.uint8) for fmt in self.formats
         ]
 
     @property
@@ -74,8 +79,8 @@ class HostPool:
 
     def summarise(self, layer: int, pages: Tensor) -> None:
         """Build the summaries of completed pages [P] int64."""
-        if pages.numel() and self.summary_format is not None:
-            summarise_pages(self.kv[layer], pages, self.summary_format, self.summaries[layer])
+        if pages.numel() and self.formats:
+            summarise_pages(self.kv[layer], pages, self.formats[layer], self.summaries[layer])
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Copy tokens from KV indices `source` [T] to `target` [T] in all layers."""

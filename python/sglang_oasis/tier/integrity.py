@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sglang_oasis.ops.summary import unpack
+from sglang_oasis.ops.summary import vectors
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.resident_tier import ResidentLayer, ResidentTier
 from sglang_oasis.tier.window import Window
@@ -85,10 +85,10 @@ def _check_contents(layer: ResidentLayer, row: int, window: Window, host_kv: Ten
 
 def _check_summaries(layer: ResidentLayer, row: int, window: Window, host: HostPool, index: int, pages: Tensor) -> None:
     complete = window.complete_blocks
-    assert host.summary_format is not None
-    resident = unpack(layer.summaries[row, :, :complete].transpose(0, 1), host.summary_format)
-    mirrored = unpack(host.summaries[index][pages[:complete]], host.summary_format)
-    tolerance = SUMMARY_TOLERANCE[host.summary_format.name]
+    fmt = host.formats[index]
+    resident = vectors(layer.summaries[row, :, :complete], fmt)
+    mirrored = vectors(host.summaries[index][pages[:complete]].transpose(0, 1), fmt)
+    tolerance = SUMMARY_TOLERANCE[fmt.name]
     _require(_mirrors(resident, mirrored, tolerance), "resident summaries mirror the host's")
 
 

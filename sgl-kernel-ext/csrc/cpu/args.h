@@ -76,14 +76,30 @@ constexpr int64_t summary_bytes(SummaryFormat format, int64_t head_dim) {
   }
 }
 
+// What the summaries of one head are relative to, five vectors of D floats (sglang_oasis/ops/summary.py); null for
+// midpoints and half ranges as they are.
+struct Scaling {
+  const float* vectors;
+  int64_t head_dim;
+
+  explicit operator bool() const { return vectors != nullptr; }
+  Scaling of_head(int64_t head) const { return {vectors ? vectors + head * 5 * head_dim : nullptr, head_dim}; }
+  const float* zero() const { return vectors; }
+  const float* inverse_spread() const { return vectors + head_dim; }
+  const float* inverse_reach() const { return vectors + 2 * head_dim; }
+  const float* spread() const { return vectors + 3 * head_dim; }
+  const float* reach() const { return vectors + 4 * head_dim; }
+};
+
 // Scores the blocks of one (row, head): softmax per query vector of scale * (q @ midpoint + |q| @ half_range * tightness)
-// over `blocks` records, then the mean over the query vectors.
+// over `blocks` records, then the mean over the query vectors. A scaling's zero is left out: it adds the same to all.
 struct ScoreArgs {
   const float* query;  // [M, D]
   int64_t vectors;     // M
   int64_t head_dim;
   const uint8_t* records;  // [blocks, R]
   SummaryFormat format;
+  Scaling scaling;
   int64_t blocks;
   float scale;
   float tightness;

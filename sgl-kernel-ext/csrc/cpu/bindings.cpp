@@ -119,16 +119,28 @@ void store_resident_tokens(TensorView blocks, TensorView rows, TensorView positi
   store_tokens(pool, tokens);
 }
 
-void summarise(TensorView host, TensorView pages, int64_t bits, TensorView records) {
+using OptionalTensor = tvm::ffi::Optional<TensorView>;
+
+// [H, 5, D], or none.
+Scaling scaling_of(const OptionalTensor& scaling, int64_t heads, int64_t dim) {
+  if (!scaling.has_value()) return {nullptr, dim};
+  const TensorView& given = scaling.value();
+  require(given.ndim() == 3 && given.size(0) == heads && given.size(1) == 5 && given.size(2) == dim,
+          "a scaling must be [H, 5, D], with the heads of the summaries");
+  return {float_data(given, "a scaling must be contiguous float32"), dim};
+}
+
+void summarise(TensorView host, TensorView pages, int64_t bits, OptionalTensor scaling, TensorView records) {
   require(records.ndim() == 3 && records.size(0) == host.size(0) && records.size(1) == host.size(1) &&
               records.size(2) == summary_bytes(summary_format(bits), host.size(-1)),
           "records must be [pages, heads, R], one for every block of the host pool");
   summarise_pages(chunk_pool(host), data<int64_t>(pages, "pages must be contiguous int64"), pages.size(0),
-                  {data<uint8_t>(records, "records must be contiguous uint8"), 1, summary_format(bits)});
+                  {data<uint8_t>(records, "records must be contiguous uint8"), 1, summary_format(bits),
+                   scaling_of(scaling, host.size(1), host.size(-1))});
 }
 
-void score_blocks(TensorView queries, TensorView records, int64_t bits, TensorView candidates, double scale,
-                  double tightness, TensorView scores) {
+void score_blocks(TensorView queries, TensorView records, int64_t bits, OptionalTensor scaling, TensorView candidates,
+                  double scale, double tightness, TensorView scores) {
   const int64_t n = queries.size(0), num_queries = queries.size(1), query_heads = queries.size(2), dim = queries.size(3);
   const int64_t heads = records.size(1), blocks = records.size(2), record = records.size(3);
   require(queries.is_contiguous() && dim % 16 == 0 && dim <= 512, "queries must be contiguous, D a multiple of 16");
@@ -139,12 +151,13 @@ void score_blocks(TensorView queries, TensorView records, int64_t bits, TensorVi
   float* out = float_data(scores, "scores must be contiguous float32");
   const ChunkPool shape{nullptr, 0, 0, 0, heads, 0, dim, DType::kFloat32};
   const DType dtype = float_dtype(queries);
+  const Scaling scalings = scaling_of(scaling, heads, dim);
   std::fill_n(out, n * heads * blocks, -std::numeric_limits<float>::infinity());
   thread_pool().run(n * heads, [&](int64_t i) {
     const int64_t entry = i / heads, head = i % heads, width = query_heads * dim;
     score_row(static_cast<const char*>(queries.data_ptr()) + entry * num_queries * width * element_bytes(dtype), dtype,
               width, num_queries, query_heads, shape, head, first + entry * records.stride(0) + head * records.stride(1),
-              summary_format(bits), count[entry], static_cast<float>(scale), static_cast<float>(tightness),
+              summary_format(bits), scalings, count[entry], static_cast<float>(scale), static_cast<float>(tightness),
               out + i * blocks);
   });
 }
@@ -252,7 +265,7 @@ void pipeline_destroy(int64_t handle) { delete &pipeline_at(handle); }
 
 void pipeline_add_layer(int64_t handle, TensorView host, TensorView blocks, TensorView head_map,
                         TensorView last_selected, TensorView slot_of, TensorView records, int64_t bits,
-                        tvm::ffi::Optional<TensorView> averages) {
+                        OptionalTensor scaling, OptionalTensor averages) {
   require(host.ndim() == 5 && host.size(1) == blocks.size(1) && host.size(3) == blocks.size(4) &&
               host.size(4) == blocks.size(5),
           "both tiers must have the same heads, block size and head dimension");
@@ -269,7 +282,8 @@ void pipeline_add_layer(int64_t handle, TensorView host, TensorView blocks, Tens
     average = float_data(kept, "averages must be contiguous float32");
   }
   pipeline_at(handle).add_layer({chunk_pool(host), resident_layer(blocks, head_map, last_selected, slot_of),
-                                 {data<uint8_t>(records, "records must be contiguous uint8"), records.size(2), summary_format(bits)},
+                                 {data<uint8_t>(records, "records must be contiguous uint8"), records.size(2),
+                                  summary_format(bits), scaling_of(scaling, blocks.size(1), blocks.size(5))},
                                  average});
 }
 

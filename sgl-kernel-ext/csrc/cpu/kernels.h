@@ -17,8 +17,8 @@ struct Kernels {
   void (*merge)(const AttentionArgs&, const Partials&, int64_t first, int64_t ranges, int64_t stride, int64_t out_offset);
   void (*read_vector)(DType, float* to, const void* from, int64_t offset, int64_t head_dim);
   void (*write_vector)(DType, void* to, int64_t offset, const float* from, float factor, int64_t head_dim);
-  void (*summarise)(DType, const void* keys, int64_t block_size, int64_t head_dim, SummaryFormat, uint8_t* record,
-                    float* scratch);
+  void (*summarise)(DType, const void* keys, int64_t block_size, int64_t head_dim, SummaryFormat, const Scaling&,
+                    uint8_t* record, float* scratch);
   int64_t (*score_scratch_floats)(int64_t vectors, int64_t head_dim, int64_t blocks);
   void (*score_blocks)(const ScoreArgs&);
   uint32_t (*threshold)(const float* scores, int64_t count, int64_t wanted, uint32_t* keys);

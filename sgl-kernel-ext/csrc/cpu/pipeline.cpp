@@ -191,7 +191,7 @@ void Pipeline::execute_share(const PipelineLayer& layer, const PipelineStep& ste
   const uint8_t* records =
       layer.summaries.records + (row * layer.host.kv_heads + head) * layer.summaries.blocks * record;
   score_row(query.data, query.dtype, query.stride, query.count, query.heads, layer.host, head, records,
-            layer.summaries.format, candidates, scale, selector_.tightness, scores.data());
+            layer.summaries.format, layer.summaries.scaling, candidates, scale, selector_.tightness, scores.data());
   if (smoothed && layer.averages != nullptr)
     smooth(selector_.smoothing, candidates, layer.averages + layer.resident.inverse_offset(row, head), scores.data());
   std::fill_n(scores.data(), std::min(selector_.sinks, candidates), std::numeric_limits<float>::infinity());

@@ -73,7 +73,8 @@ void summarise_pages(const ChunkPool& host, const int64_t* pages, int64_t count,
     for (int64_t i = task * kPagesPerTask; i < std::min(count, (task + 1) * kPagesPerTask); ++i)
       for (int64_t head = 0; head < host.kv_heads; ++head)
         kernels().summarise(host.dtype, host.chunk(0, head, pages[i]), host.block_size, host.head_dim, beside.format,
-                            beside.records + (pages[i] * host.kv_heads + head) * record, scratch);
+                            beside.scaling.of_head(head), beside.records + (pages[i] * host.kv_heads + head) * record,
+                            scratch);
   });
 }
 
@@ -93,8 +94,8 @@ void graduate(const ResidentLayer& layer, const int64_t* rows, const int64_t* bl
 }
 
 void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t num_queries, int64_t query_heads,
-               const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, int64_t candidates,
-               float scale, float tightness, float* scores) {
+               const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, const Scaling& scaling,
+               int64_t candidates, float scale, float tightness, float* scores) {
   const int64_t group = query_heads / pool.kv_heads, vectors = num_queries * group, dim = pool.head_dim;
   thread_local std::vector<float> memory;
   float* query = floats(memory, vectors * dim + kernels().score_scratch_floats(vectors, dim, candidates));
@@ -103,7 +104,8 @@ void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t n
       kernels().read_vector(dtype, query + (q * group + g) * dim, queries, q * query_stride + (head * group + g) * dim,
                             dim);
   kernels().score_blocks(
-      {query, vectors, dim, records, format, candidates, scale, tightness, query + vectors * dim, scores});
+      {query, vectors, dim, records, format, scaling.of_head(head), candidates, scale, tightness, query + vectors * dim,
+       scores});
 }
 
 void smooth(const Smoothing& smoothing, int64_t candidates, float* averages, float* scores) {

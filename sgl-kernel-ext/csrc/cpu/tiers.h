@@ -27,6 +27,7 @@ struct Summaries {
   uint8_t* records;
   int64_t blocks;  // N, 1 beside host pages
   SummaryFormat format;
+  Scaling scaling;  // of all heads
 };
 
 void summarise_pages(const ChunkPool& host, const int64_t* pages, int64_t count, const Summaries& beside);
@@ -50,8 +51,8 @@ void graduate(const ResidentLayer& layer, const int64_t* rows, const int64_t* bl
 
 // Scores of the blocks of one row and head: see ScoreArgs.
 void score_row(const void* queries, DType dtype, int64_t query_stride, int64_t num_queries, int64_t query_heads,
-               const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, int64_t candidates,
-               float scale, float tightness, float* scores);
+               const ChunkPool& pool, int64_t head, const uint8_t* records, SummaryFormat format, const Scaling& scaling,
+               int64_t candidates, float scale, float tightness, float* scores);
 
 // Replaces the scores of one row and head by their averages over the steps, and remembers those. Negative averages are
 // not known yet. An average is never below score / escape.

@@ -150,11 +150,12 @@ bool fused_select_fits_op(TensorView queries, int64_t bits, int64_t heads, int64
   return fused_select_fits(sizes_of(queries, heads, selected), narrow(bits));
 }
 
-void fused_select_op(TensorView queries, TensorView records, int64_t bits, TensorView rows, TensorView candidates,
-                     TensorView head_map, TensorView last_selected, TensorView slot_of, Optional<TensorView> averages,
-                     double scale, double tightness, double decay, double escape, int64_t sinks, TensorView number,
-                     int64_t offset, TensorView cap, TensorView admitted_blocks, TensorView admitted_slots,
-                     TensorView counters, TensorView scratch, int64_t shared_limit) {
+void fused_select_op(TensorView queries, TensorView records, int64_t bits, Optional<TensorView> scaling,
+                     TensorView rows, TensorView candidates, TensorView head_map, TensorView last_selected,
+                     TensorView slot_of, Optional<TensorView> averages, double scale, double tightness, double decay,
+                     double escape, int64_t sinks, TensorView number, int64_t offset, TensorView cap,
+                     TensorView admitted_blocks, TensorView admitted_slots, TensorView counters, TensorView scratch,
+                     int64_t shared_limit) {
   const Maps maps = maps_of(head_map, last_selected, slot_of);
   const int64_t n = rows.size(0), heads = maps.heads, blocks = maps.logical_blocks;
   require(queries.ndim() == 4 && queries.size(0) == n && queries.size(1) > 0 && queries.size(2) > 0 &&
@@ -176,6 +177,10 @@ void fused_select_op(TensorView queries, TensorView records, int64_t bits, Tenso
     require(averages.value().ndim() == 3 && averages.value().size(0) == head_map.size(0) &&
                 averages.value().size(1) == heads && averages.value().size(2) == blocks,
             "averages must be [S, H, N], of the rows, heads and blocks of the maps");
+  if (scaling)
+    require(scaling.value().ndim() == 3 && scaling.value().size(0) == heads && scaling.value().size(1) == 5 &&
+                scaling.value().size(2) == head_dim,
+            "a scaling must be [H, 5, D], of the heads of the maps");
   on_device(queries, head_map, "queries must be contiguous on the device of the maps");
   const char* what = "averages and scratch must be contiguous float32 on the device of the maps";
   const SelectArgs args{
@@ -186,6 +191,7 @@ void fused_select_op(TensorView queries, TensorView records, int64_t bits, Tenso
       narrow(head_dim),
       data<uint8_t>(records, head_map, "summaries must be contiguous uint8 on the device"),
       narrow(records.size(3)),
+      scaling ? data<float>(scaling.value(), head_map, "a scaling must be contiguous float32 on the device") : nullptr,
       static_cast<float>(scale),
       static_cast<float>(tightness),
       averages ? data<float>(averages.value(), head_map, what) : nullptr,

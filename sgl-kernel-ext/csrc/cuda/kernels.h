@@ -52,6 +52,7 @@ struct SelectArgs {
   int num_queries, group, head_dim;
   const unsigned char* records;  // [S, H, N, R]
   int record_bytes;
+  const float* scaling;  // [H, 5, D] or nullptr, what summaries are relative to; rows 3 and 4 multiply the queries
   float scale, tightness;
   float* averages;  // [S, H, N] or nullptr
   float decay, fresh, escape;  // fresh = 1 - decay

@@ -13,7 +13,7 @@ constexpr int kRows = 16;  // query heads of one product
 __host__ __device__ inline int query_heads(const SelectArgs& args) { return args.num_queries * args.group; }
 __host__ __device__ inline int row_tiles(const SelectArgs& args) { return (query_heads(args) + kRows - 1) / kRows; }
 
-// bfloat16 terms that add up to a query's element.
+// bfloat16 terms that add up to a query's element; to that times the scaling only with float32 queries.
 __host__ __device__ inline int query_terms(Element element) {
   return element == Element::kBFloat16 ? 1 : element == Element::kFloat16 ? 2 : 3;
 }
@@ -37,8 +37,10 @@ __device__ uint32_t query_term(const SelectArgs& args, const Shape<Format>& shap
   if (row >= query_heads(args) || unit >= shape.units) return 0;
   const int64_t query = static_cast<int64_t>(entry) * args.num_queries + row / args.group;
   const int64_t place = (query * args.maps.heads + head) * args.group + row % args.group;
-  float rest = load_query(args, place * args.head_dim + Format::coordinate(unit, step, i, args.head_dim));
+  const int coordinate = Format::coordinate(unit, step, i, args.head_dim);
+  float rest = load_query(args, place * args.head_dim + coordinate);
   if (vector == 1) rest = fabsf(rest);
+  if (args.scaling) rest *= args.scaling[(head * 5 + 3 + vector) * args.head_dim + coordinate];
   for (; term > 0; --term) rest -= __uint_as_float(round_to_bfloat16(rest));
   return round_to_bfloat16(rest) >> 16;
 }
@@ -53,9 +55,11 @@ __device__ void prepare_queries(const SelectArgs& args, const Shape<Format>& sha
     const int vector = at / kLanes / terms / shape.steps() % 2, tile = at / kLanes / terms / shape.steps() / 2;
     const int unit = lane % 4 * shape.units_per_lane + step / Format::kSteps;
     uint32_t words[4];
+#pragma unroll
     for (int word = 0; word < 4; ++word) {
       const int row = tile * kRows + lane / 4 + word % 2 * 8;
       uint32_t pair[2];
+#pragma unroll
       for (int i = 0; i < 2; ++i)
         pair[i] = query_term(args, shape, entry, head, row, vector, unit, step % Format::kSteps, word / 2 * 2 + i, term);
       words[word] = pair[0] | pair[1] << 16;

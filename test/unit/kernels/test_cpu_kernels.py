@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_oasis.ops.attention import paged_attention
 from sglang_oasis.ops.eviction import Admissions, Maps, admit_blocks, graduate_blocks, select_blocks
-from sglang_oasis.ops.summary import SummaryFormat, block_scores, summarise, summarise_pages
+from sglang_oasis.ops.summary import SummaryFormat, block_scores, summarise_pages
 from sglang_oasis.ops.tokens import store_tokens
 from sglang_oasis.tier.host_pool import HostPool
 from test.cases.kernel_cases import (
@@ -30,9 +30,11 @@ from test.cases.kernel_cases import (
     SEEDS,
     THREADS,
     Heads,
+    fitted,
     generator,
     many,
     occupied_maps,
+    records_of,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -281,6 +283,7 @@ def test_summarise_pages(
 ) -> None:
     rng = generator(seed)
     kv_heads, _, dim, block_size = heads
+    fmt = fitted(fmt, kv_heads, dim, rng)
     host_kv = (torch.randn((pages + 3, kv_heads, 2, block_size, dim), generator=rng) * magnitude + 0.0).to(dtype)
     host_kv[::5, :, 0, 1:] = host_kv[::5, :, 0, :1]  # ranges of zero
     chosen = torch.randperm(pages + 3, generator=rng)[:pages]
@@ -314,7 +317,8 @@ def test_block_scores(
 ) -> None:
     rng = generator(seed)
     kv_heads, group, dim, _ = heads
-    records = summarise(torch.randn((entries, kv_heads, blocks + 2, 8, dim), generator=rng), fmt)[:, :, :blocks]
+    fmt = fitted(fmt, kv_heads, dim, rng)
+    records = records_of(torch.randn((entries, kv_heads, blocks + 2, 8, dim), generator=rng), fmt)[:, :, :blocks]
     candidates = torch.randint(1, blocks + 1, (entries,), generator=rng)
     query = torch.randn((entries, queries, kv_heads * group, dim), generator=rng).to(dtype)
     arguments = query, records, fmt, candidates, 0.2, tightness

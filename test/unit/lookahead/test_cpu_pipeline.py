@@ -27,7 +27,7 @@ from sglang_oasis.testing.throttle import throttle
 from sglang_oasis.tier.host_pool import HostPool
 from sglang_oasis.tier.layout import TierLayout
 from sglang_oasis.tier.resident_tier import ResidentTier
-from test.cases.kernel_cases import DTYPES, EXAMPLES, FORMATS, SEEDS, Heads, generator, many, occupied_maps
+from test.cases.kernel_cases import DTYPES, EXAMPLES, FORMATS, SEEDS, Heads, fitted, generator, many, occupied_maps
 
 SMOOTHING = 0.5
 """A power of two: no rounding that could rank blocks differently."""
@@ -74,12 +74,13 @@ class Tiers:
             head_dim=dim,
             dtype=dtype,
             summary_format=fmt,
+            scalings=[fitted(fmt, kv_heads, dim, rng).scaling for _ in range(layers)],
         )
         tier = ResidentTier(layout, 3, torch.device("cpu"))
         pages = torch.randperm(num_pages, generator=rng)[: 3 * logical].view(3, logical).int()
-        for layer, kv, summaries in zip(tier.layers, host.kv, host.summaries, strict=True):
+        for layer, kv, summaries, own in zip(tier.layers, host.kv, host.summaries, host.formats, strict=True):
             kv.copy_(torch.randn(kv.shape, generator=rng))
-            summarise_pages.reference(kv, torch.arange(num_pages), fmt, summaries)
+            summarise_pages.reference(kv, torch.arange(num_pages), own, summaries)
             for held, value in zip(layer.maps, occupied_maps(3, kv_heads, selected, logical, rng), strict=True):
                 held.copy_(value)
             for row in range(3):
@@ -133,7 +134,8 @@ def run_both(tiers: Tiers, drive: Any) -> tuple[Tiers, tuple[int, ...], tuple[in
     def same_scores(queries: Tensor, records: Tensor, fmt: SummaryFormat, candidates: Tensor, scale: float) -> Tensor:
         """The kernel's own: scores that are summed in another order rank blocks that nearly tie in another order."""
         scores = torch.empty(records.shape[:3])
-        kernels.score_blocks(queries.contiguous(), records, fmt.bits, candidates, scale, selector.tightness, scores)
+        how = fmt.bits, fmt.scaling, candidates, scale, selector.tightness
+        kernels.score_blocks(queries.contiguous(), records, *how, scores)
         return scores
 
     native_pipeline = NativePipeline(tiers.tier, tiers.host, selector, SMOOTHING)

@@ -58,7 +58,7 @@ def _store_tokens(blocks: Tensor, rows: Tensor | None, positions: Tensor, keys: 
 def _summarise_pages(host_kv: Tensor, pages: Tensor, fmt: SummaryFormat, records: Tensor) -> None:
     if not serves(host_kv.shape[-1]):
         return NotImplemented
-    kernels().summarise(host_kv, pages, fmt.bits, records)
+    kernels().summarise(host_kv, pages, fmt.bits, fmt.scaling, records)
     return None
 
 
@@ -69,7 +69,7 @@ def _block_scores(
     if not serves(queries.shape[-1]):
         return NotImplemented
     scores = torch.empty(records.shape[:3])
-    kernels().score_blocks(queries.contiguous(), records, fmt.bits, candidates, scale, tightness, scores)
+    kernels().score_blocks(queries.contiguous(), records, fmt.bits, fmt.scaling, candidates, scale, tightness, scores)
     return scores
 
 

@@ -158,6 +158,6 @@ def fused_select(
     fmt, scale, tightness, decay, sinks, escape = ranking
     cap, admissions, counters = admitting
     _module.fused_select(
-        queries, layer.summaries, fmt.bits, *among, *layer.maps, layer.averages, scale, tightness, decay, escape, sinks,
-        *mark, cap, *admissions, counters, scratch, shared_bytes,
+        queries, layer.summaries, fmt.bits, fmt.scaling, *among, *layer.maps, layer.averages, scale, tightness, decay,
+        escape, sinks, *mark, cap, *admissions, counters, scratch, shared_bytes,
     )  # fmt: skip

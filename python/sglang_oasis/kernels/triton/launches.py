@@ -96,6 +96,7 @@ def take_tokens(layer: LayerState, table: StepTable, new: NewTokens, fmt: Summar
         "summaries": summaries_,
         "host_kv": host_kv,
         "host_summaries": host_summaries,
+        "scaling": fmt.scaling,
         "req_to_token": req_to_token,
         "rows": table.rows,
         "lengths": table.lengths,
@@ -141,7 +142,8 @@ def score_blocks(
     group = query_heads // heads
     vectors, tiles = num_queries * group, triton.cdiv(logical, SCORE_TILE)
     dot_vectors = power_of_two(vectors, LEAST_DOT)
-    kept = torch.float32 if fmt.bits == 16 and queries.dtype == torch.float16 else queries.dtype
+    wide = fmt.bits == 16 or fmt.scaling is not None  # more than float16 may hold
+    kept = torch.float32 if wide and queries.dtype == torch.float16 else queries.dtype
     estimates = torch.empty((n, heads, vectors, logical), device=queries.device)
     partials = torch.empty((n, heads, tiles, 2, vectors), device=queries.device)
     shared = {"rows": rows, "candidates": candidates, "estimates": estimates, "partials": partials, "logical": logical}
@@ -149,6 +151,7 @@ def score_blocks(
         **shared,
         "queries": queries,
         "summaries": summaries_,
+        "scaling": fmt.scaling,
         "scale": scale,
         "tightness": tightness,
         "entry_stride": queries.stride(0),
@@ -294,6 +297,7 @@ def summarise_blocks(kv: Tensor, sources: Tensor, records: Tensor, targets: Tens
     _, heads, _, block_size, head_dim = kv.shape
     arguments = {
         "kv": kv,
+        "scaling": fmt.scaling,
         "sources": sources,
         "records": records,
         "targets": targets,

@@ -59,7 +59,7 @@ class DevicePipeline:
     Args:
         tier: the resident tier, on the device.
         states: states of its layers.
-        ranking: how blocks are ranked.
+        rankings: per layer, how blocks are ranked.
         cap: most blocks fetched ahead per KV head, layer and step.
         tables: tables of the current and the previous step.
         queries: buffer of each sparse layer's lookahead queries, [rows, Q, H*G, D].
@@ -74,14 +74,14 @@ class DevicePipeline:
         self,
         tier: ResidentTier,
         states: Sequence[LayerState],
-        ranking: Ranking,
+        rankings: Sequence[Ranking],
         cap: int,
         tables: DeviceTables,
         queries: Mapping[int, Tensor],
         streams: Streams,
     ) -> None:
         layout, device = tier.layout, tier.device
-        self._states, self._ranking = states, ranking
+        self._states, self._rankings = states, rankings
         self._tables, self._queries, self._streams = tables, queries, streams
         self.layers = sorted(layout.sparse_layers)
         self._postponed = frozenset(layer for layer in self.layers if layer >= layout.num_layers // 2)
@@ -155,7 +155,7 @@ class DevicePipeline:
         if offset == URGENT:  # urgent fetches serve this step only
             state = state._replace(averages=None)
         mark, among = Mark(table.number, offset), Among(table.rows, candidates)
-        predict_admissions(queries, state, among, self._ranking, mark, admitting)
+        predict_admissions(queries, state, among, self._rankings[layer], mark, admitting)
 
     def _fetch(self, layer: int, table: StepTable, offset: int, admissions: DeviceAdmissions) -> None:
         fetch_blocks(self._states[layer], table.rows, admissions, Mark(table.number, offset))

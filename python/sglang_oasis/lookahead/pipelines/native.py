@@ -29,16 +29,15 @@ class NativePipeline:
         self._kernels = native.kernels()
         self._num_layers = layout.num_layers
         self._memory = tier, host  # the threads hold pointers to it
-        bits = layout.summary_format.bits
         self.threads = max(1, torch.get_num_threads() // 4)
         self._handle = self._kernels.pipeline_create(
             self.threads, selector.tightness, layout.sink_blocks, smoothing, ESCAPE
         )
         self._end = weakref.finalize(self, self._kernels.pipeline_destroy, self._handle)
-        for layer, host_kv in zip(tier.layers, host.kv, strict=True):
+        for layer, host_kv, fmt in zip(tier.layers, host.kv, host.formats, strict=True):
             averages = layer.averages if smoothing else None
             self._kernels.pipeline_add_layer(
-                self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, bits, averages
+                self._handle, host_kv, layer.blocks, *layer.maps, layer.summaries, fmt.bits, fmt.scaling, averages
             )
 
     def begin_step(self, step: PredictionStep) -> None:

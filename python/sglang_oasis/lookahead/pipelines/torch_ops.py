@@ -92,7 +92,7 @@ class TorchPipeline:
         resident, layout = self._tier.layers[layer], self._tier.layout
         with self._timed("predict"):
             records = resident.summaries[step.rows, :, : int(step.candidates.max())]
-            scores = self._selector(query, records, layout.summary_format, step.candidates, scale)
+            scores = self._selector(query, records, self._host.formats[layer], step.candidates, scale)
             if smoothed and resident.averages is not None:
                 smooth_scores(resident.averages, step.rows, scores, step.candidates, self._smoothing)
             scores[..., : layout.sink_blocks] = float("inf")

@@ -24,7 +24,7 @@ class Selector(Protocol):
 
         Args:
             queries: [n, Q, H*G, D], Q queries per row.
-            records: [n, H, N, R] uint8, summaries; `ops.summary.unpack` makes vectors of them.
+            records: [n, H, N, R] uint8, summaries; `ops.summary.vectors` converts them.
             fmt: how the summaries are stored.
             candidates: [n] int64, blocks [0, candidates) of each row may be chosen.
             scale: softmax scale of the attention.
