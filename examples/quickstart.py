@@ -105,8 +105,9 @@ def say_what_to_expect(server: Server, document_tokens: int) -> None:
         answer = httpx.post(f"{server.url}/generate", json=prompt, timeout=None, trust_env=False).raise_for_status()
     rate = answer.json()["meta_info"]["prompt_tokens"] / (time.monotonic() - began)
     console.print(
-        f"\nIt reads about {rate:,.0f} tokens/s: the first answer to {document_tokens:,} tokens begins in about "
-        f"{document_tokens / rate:,.0f} s, the second one much sooner.",
+        f"\nIt reads about {rate:,.0f} tokens/s, long texts more slowly: the first answer to {document_tokens:,} "
+        f"tokens begins in {document_tokens / rate:,.0f} s or later, the second one much sooner. The model is small: "
+        f"its answers are often wrong.",
         soft_wrap=True,
     )
 
@@ -168,8 +169,10 @@ def report(answers: list[Answer], final_stats: dict[str, Any]) -> None:
     first, second = answers
     streaming = second.stats
     table = Table(title="\nWhat lookahead KV did", title_justify="left", show_header=False)
-    table.add_row("Tokens held in host memory", f"{streaming['host_tokens']['used']:,}")
-    table.add_row("Bytes resident on the device", f"{streaming['bytes']['resident']:,}")
+    tokens, sizes = streaming["host_tokens"], streaming["bytes"]
+    megabytes = sizes["host_capacity"] * tokens["used"] / tokens["capacity"] / 1e6
+    table.add_row("KV cache in host memory", f"{megabytes:,.0f} MB of {tokens['used']:,} tokens")
+    table.add_row("Resident on the device", f"{sizes['resident'] / 1e6:,.0f} MB")
     table.add_row("Blocks fetched from host memory", f"{final_stats['counters']['blocks_fetched']:,}")
     table.add_row("Prefix-cache hits, 2nd question", f"{second.cached_tokens:,} of {second.prompt_tokens:,} tokens")
     table.add_row("Time to first token, 1st question", f"{first.first_token_s:.2f} s")

@@ -148,7 +148,7 @@ class Layer:
 
 def by_summary(layer: Layer, fmt: SummaryFormat, tightness: float) -> Tensor:
     """Rank blocks as the product does."""
-    records = summarise(layer.blocks, fmt).expand(len(layer.query), -1, -1, -1)
+    records = summarise(layer.blocks.transpose(0, 1), fmt).transpose(0, 1).expand(len(layer.query), -1, -1, -1)
     return block_scores(layer.query[:, None], records, fmt, layer.first_local, layer.scale, tightness)
 
 

@@ -92,10 +92,11 @@ def prompt_ids() -> list[int]:
 
 
 def any_calibration(file: Path) -> Path:
-    """Random statistics: bounds are the same whatever they are relative to, but for their rounding."""
+    """Bounds are the same whatever they are relative to; relative to zero and powers of two they round alike, too."""
     config, rng = AutoConfig.from_pretrained(reference_model_path()), torch.Generator().manual_seed(0)
-    shape = 3, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    layers = [KeyStatistics(*torch.rand(shape, generator=rng) + 0.5) for _ in range(config.num_hidden_layers)]
+    shape = 2, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    scales = [torch.randint(-1, 2, shape, generator=rng).float().exp2() for _ in range(config.num_hidden_layers)]
+    layers = [KeyStatistics(torch.zeros(shape[1:]), *scale) for scale in scales]
     key = model_hash(reference_model_path())
     Calibration(key, BLOCK_SIZE, layers, torch.ones(len(layers)), 0.0, 0.0, 0, 0).save(file)
     return file
