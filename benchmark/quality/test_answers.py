@@ -23,7 +23,7 @@ def test_a_budget_as_large_as_the_context_answers_as_dense_attention(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(reference_model_path())
     author = Author(tokenizer, real_text_tokens(tokenizer, 20_000))
-    items = [item for name in ("needle of many", "variable tracking") for item in author.items(TASKS[name], CONTEXT, 3)]
+    items = [item for name in ("needle of many", "variable tracking") for item in author.items(TASKS[name], CONTEXT, 2)]
     asked = [(item, reading) for item in items for reading in reversed(READINGS)]  # decoded from a cold cache
     serving = Serving(truncated_model_path(4), "float32", 2)
     store = Store(tmp_path / "answers.jsonl")
