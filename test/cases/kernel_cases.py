@@ -33,6 +33,10 @@ SEEDS = st.integers(0, 10_000)
 FORMATS = pytest.mark.parametrize("fmt", SUMMARY_FORMATS.values(), ids=SUMMARY_FORMATS)
 
 
+SCALED_TOLERANCES = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+"""Relative, of scores from scaled queries, which devices round to the dtype of the queries."""
+
+
 def fitted(fmt: SummaryFormat, heads: int, head_dim: int, rng: torch.Generator) -> SummaryFormat:
     """The format as it is, or relative to random statistics of keys, one of the two by chance."""
     zero, spread, reach = torch.randn(3, heads, head_dim, generator=rng)

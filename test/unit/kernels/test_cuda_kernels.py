@@ -26,7 +26,17 @@ from test.cases.cuda_kernel_cases import (
     ordinary_selection,
     random_selection,
 )
-from test.cases.kernel_cases import BLOCK_SIZES, DTYPES, EXAMPLES, FORMATS, HEAD_DIMS, SEEDS, generator, occupied_maps
+from test.cases.kernel_cases import (
+    BLOCK_SIZES,
+    DTYPES,
+    EXAMPLES,
+    FORMATS,
+    HEAD_DIMS,
+    SCALED_TOLERANCES,
+    SEEDS,
+    generator,
+    occupied_maps,
+)
 from test.cases.places import CPU
 
 some = settings(max_examples=max(1, EXAMPLES // 4), deadline=None, suppress_health_check=list(HealthCheck))
@@ -75,7 +85,8 @@ def selections(draw: st.DrawFn, fmt: SummaryFormat, ties: bool = False) -> Selec
 @given(data=st.data())
 def test_blocks_score_as_by_the_references(fmt: SummaryFormat, data: st.DataObject) -> None:
     case = data.draw(selections(fmt))
-    torch.testing.assert_close(case.scores_of_kernel(), case.scores_of_reference(), rtol=1e-4, atol=1e-9)
+    tolerance = 1e-4 if case.fmt.scaling is None else SCALED_TOLERANCES[case.queries.dtype]
+    torch.testing.assert_close(case.scores_of_kernel(), case.scores_of_reference(), rtol=tolerance, atol=1e-9)
 
 
 @FORMATS
