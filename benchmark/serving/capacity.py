@@ -30,7 +30,7 @@ from sglang_oasis.testing.corpus import real_text_tokens
 from sglang_oasis.testing.server import Server, launch_server
 
 RESULTS = Path(__file__).parents[1] / "results"
-BYTES_PER_ELEMENT = 2  # bfloat16
+BYTES_PER_ELEMENT = 2  # of K and V in bfloat16, whatever the computation is in
 PAGE = 16
 
 
@@ -131,7 +131,7 @@ def drive(server: Server, workload: Workload, clients: int, title: str) -> tuple
 def measure(workload: Workload) -> dict[str, Outcome]:
     """Run the workload on stock SGLang, then on lookahead KV."""
     common = (
-        *("--dtype", "bfloat16", "--context-length", str(workload.prompt_tokens + 400)),
+        *("--dtype", "auto", "--context-length", str(workload.prompt_tokens + 400)),
         *("--chunked-prefill-size", "8192", "--enable-metrics", "--decode-log-interval", "1"),
     )
     variants: dict[str, tuple[str, ...]] = {
