@@ -29,8 +29,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sglang_oasis.cache import CacheError, writable_folder
-from sglang_oasis.config import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES
+from sglang_oasis.config import DEFAULT_BLOCK_SIZE, SUPPORTED_BLOCK_SIZES, LookaheadKVConfig
 from sglang_oasis.errors import LookaheadKVError
+from sglang_oasis.lookahead.selectors import SELECTORS, BoundSelector
 from sglang_oasis.ops.summary import SUMMARY_FORMATS, KeyStatistics, SummaryFormat, block_scores, summarise
 from sglang_oasis.tier.calibration import PART, Calibration, file_name, model_hash
 
@@ -40,10 +41,11 @@ TESTED = 512
 """Tokens at the end of a text whose queries are asked."""
 BUDGET = 512
 """Selected tokens with which the looseness is chosen: where selection is hard."""
-TIGHTNESS = 0.6
-"""Of the default selector."""
+DEFAULTS = LookaheadKVConfig.from_flags({})
+SELECTOR = SELECTORS.find(DEFAULTS.selector)
+assert isinstance(SELECTOR, BoundSelector)
+TIGHTNESS = SELECTOR.tightness
 LOOSENESS = (0.4, 0.5, 0.6, 0.75, 0.9, 1.0, 1.25)
-RECENT_TOKENS = 16
 MODULES = ("argparse", "json.decoder", "email.message", "http.client")
 ATTENTION = "sglang_oasis_calibrate"
 
@@ -112,7 +114,7 @@ def captured_mass(layer: Captured, fmt: SummaryFormat, block_size: int, tightnes
     mass = scores.masked_fill(torch.arange(length) > positions[:, None, None, None], float("-inf")).softmax(-1).mean(2)
     blocks = blocks_of(keys, block_size)
     mass = mass[..., : len(blocks) * block_size].unflatten(-1, (-1, block_size)).sum(-1)  # [n, H, N]
-    selectable = positions // block_size - -(-RECENT_TOKENS // block_size)
+    selectable = positions // block_size - -(-DEFAULTS.recent_tokens // block_size)
     records = summarise(blocks, fmt).transpose(0, 1).contiguous().expand(len(positions), -1, -1, -1)
     ranked = block_scores(query[positions].unsqueeze(1), records, fmt, selectable, scale, tightness)
     best = ranked.topk(BUDGET // block_size, dim=-1)
@@ -139,7 +141,7 @@ def calibrate(folder: Path, block_size: int, show: Callable[[Sequence[Any], str]
         raise LookaheadKVError(f"The model must be one that transformers can load, got {folder}: {error}.") from error
     if not tested:
         raise LookaheadKVError(f"{folder} must have ordinary attention layers: transformers called none of them.")
-    fmt = SUMMARY_FORMATS["int4"]
+    fmt = SUMMARY_FORMATS[DEFAULTS.summary_dtype]
     statistics, looseness, with_it, without = [], [], [], []
     for layer in show(sorted(tested), "fitting"):
         blocks = torch.cat([blocks_of(text[layer][1], block_size) for text in fitted])
